@@ -21,7 +21,7 @@ OWN_KEY = "loaderkit"
 """The key in a saved state for what loaderkit adds to the user's state."""
 STRUCTURE, OBJECTS = f"{OWN_KEY}.structure.", f"{OWN_KEY}.objects."
 WITHOUT = f"{OWN_KEY}.without"
-"""The names of the optimizers that a checkpoint does not have, where it was saved in a hurry."""
+"""Below it are the names of the optimizers that a checkpoint does not have, where it was saved in a hurry."""
 RUN = f"{OWN_KEY}.run"
 """What a run has measured of its saves and interruptions, as JSON."""
 _NUMBER_TABLES, _EMPTY_TABLES = f"{OWN_KEY}.number_tables.", f"{OWN_KEY}.empty_tables."  # of checkpoints of before
@@ -84,6 +84,11 @@ def saved_objects(names: list[str]) -> dict[str, Any]:
     return _by_digest(OBJECTS, names) if names else {}
 
 
+def saved_without(found: list[Any]) -> dict[str, Any]:
+    """What a state has under OWN_KEY for the optimizers that it does not have; ranks may have different ones."""
+    return _by_digest(f"{WITHOUT}.", found) if found else {}
+
+
 def _by_digest(prefix: str, found: list[Any]) -> dict[str, Any]:
     digest = hashlib.sha256(repr(found).encode(errors="surrogatepass")).hexdigest()[:12]
     return {prefix.split(".")[1]: {digest: found}}
@@ -126,7 +131,7 @@ def structure_names(names: Iterable[str]) -> list[str]:
 
 def is_inner(name: str) -> bool:
     """True for a plain value that only the manager needs."""
-    return name.startswith((STRUCTURE, OBJECTS, _NUMBER_TABLES, _EMPTY_TABLES))
+    return name.startswith((STRUCTURE, OBJECTS, f"{WITHOUT}.", _NUMBER_TABLES, _EMPTY_TABLES))
 
 
 def parsed_structure(values: Mapping[str, Any]) -> Structure:

@@ -19,6 +19,7 @@ from loaderkit.checkpoint.discovery.locate import SAVING, NothingThereError, Sav
 from loaderkit.checkpoint.discovery.manifest import NAME
 from loaderkit.checkpoint.formats.dcp import read_metadata
 from loaderkit.checkpoint.formats.state_file import STATE, read_state
+from loaderkit.checkpoint.left_out import is_left_out
 from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
@@ -35,7 +36,7 @@ from loaderkit.checkpoint.save.placement import (
     unfinished_saves,
 )
 from loaderkit.checkpoint.save.prune import remove_directory
-from loaderkit.checkpoint.structure import OWN_KEY, WITHOUT
+from loaderkit.checkpoint.structure import OWN_KEY
 from loaderkit.connectors.base import Connector, ObjectInfo, writes_of
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError, FormatError, ObjectNotFoundError, printable
 
@@ -108,7 +109,7 @@ class RunDirectory:
     def checked(self, step: int) -> int:
         """The step, if its checkpoint is whole. Raises CheckpointError, FormatError, ConnectorError."""
         with OpenCheckpoint.open(self.url_of(step), self._connectors, "2GiB", True) as source:
-            if WITHOUT in source.contents.values or WITHOUT in source.contents.pickled:
+            if any(map(is_left_out, (*source.contents.values, *source.contents.pickled))):
                 self._partial.add(step)
             return step
 

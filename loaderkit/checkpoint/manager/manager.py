@@ -17,6 +17,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from loaderkit.checkpoint.left_out import saved_left_out
 from loaderkit.checkpoint.manager.flush import Copies, Flush, ProcessFlush, ThreadFlush
 from loaderkit.checkpoint.manager.notice import EndNotice, StepAgreement
 from loaderkit.checkpoint.manager.restoring import restore_newest
@@ -25,7 +26,7 @@ from loaderkit.checkpoint.manager.settings import save_settings
 from loaderkit.checkpoint.manager.tiers import Tiers
 from loaderkit.checkpoint.restore.renamed import Renaming
 from loaderkit.checkpoint.restore.selection import parse_strict
-from loaderkit.checkpoint.restore.stateful import restore_state
+from loaderkit.checkpoint.restore.stateful import left_out_in, restore_state
 from loaderkit.checkpoint.save.safetensors.writer import check_plain_values, model_config_of
 from loaderkit.checkpoint.save_log import SAVES
 from loaderkit.checkpoint.state import (
@@ -36,7 +37,7 @@ from loaderkit.checkpoint.state import (
     resolve,
     without_optimizers,
 )
-from loaderkit.checkpoint.structure import OWN_KEY, RUN, WITHOUT, saved_objects, saved_structure
+from loaderkit.checkpoint.structure import OWN_KEY, RUN, saved_objects, saved_structure, saved_without
 from loaderkit.checkpoint.timing.costs import Extent
 from loaderkit.checkpoint.timing.pace import SavePace
 from loaderkit.connectors.base import Connector
@@ -322,8 +323,9 @@ class CheckpointManager:
                 own |= {RUN.removeprefix(f"{OWN_KEY}."): self._pace.saved(is_end=is_end)}
         self._extent = self._extent_of(step, resolved, key)
         if self._extent is not None and not self._extent.whole:
+            flat = resolved.flat
             resolved, without = without_optimizers(resolved)
-            own |= {WITHOUT.removeprefix(f"{OWN_KEY}."): without} if self._is_first() else {}
+            own |= saved_without(saved_left_out(without, flat))
         return resolved.flat.plus({OWN_KEY: own | saved_structure(resolved.containers)})
 
     def _is_paced(self) -> bool:
@@ -423,17 +425,17 @@ class CheckpointManager:
 
         run: str | None = None
 
-        def restore(url: str) -> None:
+        def restore(url: str, of: str | None) -> None:
             nonlocal run
-            group, timeout_s = self._process_group, self._timeout_s
             run = restore_state(
                 url,
                 state,
-                process_group=group,
-                timeout_s=timeout_s,
+                process_group=self._process_group,
+                timeout_s=self._timeout_s,
                 connectors=self._connectors,
                 strict=strictness,
                 rename=rename,
+                only=None if of is None else left_out_in(of, connectors=self._connectors, rename=rename),
             )
 
         with nullcontext() if self._starts is None else self._starts.told():

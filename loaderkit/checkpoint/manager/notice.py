@@ -101,6 +101,12 @@ class EndNotice:
         """Raises ConfigError for signals outside the main thread, and for a time that is none."""
         self._within_s, self._clock = args.within, clock
         self._until_s = None if args.until is None else _end_of(args.until)
+        if self._until_s is not None and self._until_s <= time.time():
+            logger.warning(
+                "notice.until: %s was %s, which is over: the job stops after its next step",
+                args.until if isinstance(args.until, str) else "the end",
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._until_s)),
+            )
         self._signals = SignalNotice(args.signals) if args.signals else None
         is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         self._watch = NoticeWatch(args.files, args.urls if is_first_here else ())

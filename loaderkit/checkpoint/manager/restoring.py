@@ -28,14 +28,14 @@ _DOING = "a checkpoint is restored"
 def restore_newest(
     tiers: Tiers,
     step: int | None,
-    restore: Callable[[str], None],
+    restore: Callable[[str, str | None], None],
     *,
     board: Board | None,
     key: str,
     connectors: dict[str, Connector],
 ) -> int | None:
-    """Call `restore` with the URL of the newest whole checkpoint, or of that of `step`; its step. None: there is none. Of one
-    without the state of optimizers it is called before with the newest that has it.
+    """Call `restore` with the URL of the newest whole checkpoint, or of that of `step`, and None; its step. None: there is
+    none. Of one without the state of optimizers it is called before with the newest that has it, and the URL of that without.
 
     If that fails on any rank because the checkpoint is damaged, the next one is taken, as `Tiers.whole` gives them. Raises what
     it raises, and what `restore` raises.
@@ -107,13 +107,13 @@ def _next(candidates: Iterator[tuple[int, str]], tiers: Tiers) -> tuple[int, lis
 
 
 def _error_of(
-    restore: Callable[[str], None], urls: Sequence[str], board: Board | None, about: str
+    restore: Callable[[str, str | None], None], urls: Sequence[str], board: Board | None, about: str
 ) -> BaseException | None:
     """What restoring met on this rank."""
     try:
         with nullcontext() if board is None else board.alive(about):
             for url in urls:
-                restore(url)
+                restore(url, None if url == urls[-1] else urls[-1])
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         if _says_damaged(error):
             return error

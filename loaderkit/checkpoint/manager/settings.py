@@ -172,9 +172,17 @@ class CopyArgs(Model):
         return self.keys or (moments if self.quantize else ("model.*",))
 
 
+_LEAST_END_S = 1e9  # of 2001: less is a duration
+
+
 def _known_end(value: Any) -> Any:
     """The name of an environment variable, or a number of seconds of Unix time."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and 0 < value < _LEAST_END_S:
+        raise ValueError(
+            f"the end in seconds of Unix time, as time.time() + 3600 gives it: {value:g} was in "
+            f"{1970 + int(value / 31556952)}, so the job would stop after its first step"
+        )
     if not (is_number and value > 0) and not (isinstance(value, str) and _VARIABLE.fullmatch(value)):
         raise ValueError(
             f"an environment variable such as SLURM_JOB_END_TIME, or the end in seconds of Unix time, not {value!r}"

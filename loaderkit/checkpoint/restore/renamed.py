@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -41,6 +41,10 @@ class Renaming:
                 self._used.add(begin)
                 return _filled(here, match) + name[match.end() :]
         return name
+
+    def matches(self, names: Iterable[str]) -> bool:
+        """True if any of these names begins as one of the beginnings."""
+        return any(pattern.match(name) for name in names if not is_inner(name) for _, pattern, _ in self._rules)
 
     def path(self, path: Path) -> Path:
         """The path here. The keys of the old beginning are replaced by keys of the new one; what is left of the new

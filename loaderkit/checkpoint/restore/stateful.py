@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from loaderkit.checkpoint.contents import Checkpoint
+from loaderkit.checkpoint.left_out import LeftOut, is_left_out, parsed_left_out
 from loaderkit.checkpoint.names import Index, Leaf, Path, texts
 from loaderkit.checkpoint.restore.dcp_reader import StreamReader
 from loaderkit.checkpoint.restore.objects import ModulePart, ObjectPart, difference, keeps_shape, listed
@@ -29,7 +30,7 @@ from loaderkit.checkpoint.restore.requests import (
 from loaderkit.checkpoint.restore.selection import Strictness, matches
 from loaderkit.checkpoint.restore.source import OpenCheckpoint
 from loaderkit.checkpoint.state import ExpectsState, is_stateful, leaves_of, modules_in, on_devices_of
-from loaderkit.checkpoint.structure import RUN, WITHOUT, Structure, nest
+from loaderkit.checkpoint.structure import RUN, Structure, nest
 from loaderkit.checkpoint.wrappers import wrapper_hint
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError
@@ -51,25 +52,32 @@ def restore_state(
     connectors: Mapping[str, Connector] | None = None,
     strict: Strictness = _STRICT,
     rename: Mapping[str, str] | None = None,
+    only: LeftOut | None = None,
 ) -> str | None:
     """Restore `state` in place from a checkpoint, saved by any number of ranks; what its run has measured (RUN), if it says so.
 
     Tensors are filled where they are, plain values replaced, objects get their part by `load_state_dict`. All names, shapes and
     dtypes are compared before the first byte is written. What only the checkpoint has is left out if its first key is not in
-    the state, an error in a module, and else made: the state's table or empty list gets it. Optimizers that the checkpoint
-    says it was saved without stay as they are. What `strict` names keeps its values, or is left out; `rename` is that of
-    `loaderkit.restore`.
+    the state, an error in a module, and else made: the state's table or empty list gets it. Of optimizers that the
+    checkpoint says it was saved without only the options are restored. `only`: nothing but these optimizers. What `strict`
+    names keeps its values, or is left out; `rename` is that of `loaderkit.restore`.
     Raises CheckpointError, PeerError, FormatError, ConnectorError.
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
         run, without = _said(source, Renaming(rename or {}))
         if rename:
+            rename = _that_apply(rename, source, without)
             _rename(source, rename)
         structure = source.structure()
         leaves = leaves_of(state, enters=_enters(source.contents))
-        leaves = {name: leaf for name, leaf in leaves.items() if not f"{name}.".startswith(without)}
+        within = ("",) if only is None else only.prefixes
+        leaves = {
+            name: leaf
+            for name, leaf in leaves.items()
+            if f"{name}.".startswith(within) and not f"{name}.".startswith(without.prefixes)
+        }
         optimizers = [leaf.path for leaf in leaves.values() if isinstance(leaf.value, torch.optim.Optimizer)]
-        targets = _Targets(source.contents, structure, saved_groups(source, optimizers), state, strict)
+        targets = _Targets(source.contents, structure, saved_groups(source, optimizers), state, strict, within=within)
         for name, leaf in leaves.items():
             targets.add(name, leaf)
         targets.add_rest()
@@ -82,14 +90,38 @@ def restore_state(
     else:
         _load_alone(targets.flat, reader)
     targets.settle()
+    without.set_options(leaves_of(state))
     return run
 
 
-def _said(source: OpenCheckpoint, renaming: Renaming) -> tuple[str | None, tuple[str, ...]]:
-    """What a manager says of its run, and how the names of the optimizers that it has left out begin in the state."""
-    there = [name for name in (RUN, WITHOUT) if name in source.contents.values or name in source.contents.pickled]
+def left_out_in(
+    url: str, *, connectors: Mapping[str, Connector] | None = None, rename: Mapping[str, str] | None = None
+) -> LeftOut:
+    """The optimizers that a checkpoint was saved without, by their names in the state. Raises CheckpointError, FormatError,
+    ConnectorError."""
+    with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
+        return _said(source, Renaming(rename or {}))[1]
+
+
+def _said(source: OpenCheckpoint, renaming: Renaming) -> tuple[str | None, LeftOut]:
+    """What a manager says of its run, and the optimizers that it has left out."""
+    contents = source.contents
+    there = [name for name in (*contents.values, *contents.pickled) if name == RUN or is_left_out(name)]
     values = source.plain_values(there)
-    return values.get(RUN), tuple(renaming.name(f"{name}.") for name in values.get(WITHOUT, ()))
+    return values.pop(RUN, None), parsed_left_out(values.values(), renaming.name)
+
+
+def _that_apply(rename: Mapping[str, str], source: OpenCheckpoint, without: LeftOut) -> dict[str, str]:
+    """What of `rename` is not only of the optimizers that the checkpoint does not have."""
+    contents, begins = source.contents, tuple(f"{name}." for name in without.saved)
+    names = (*contents.tensors, *contents.values, *contents.pickled)
+
+    def is_idle(begin: str) -> bool:
+        rule = Renaming({begin: rename[begin]})
+        is_theirs = begin.startswith(begins) or rule.matches(begins)
+        return is_theirs and not rule.matches(names)
+
+    return {begin: here for begin, here in rename.items() if not is_idle(begin)}
 
 
 def _rename(source: OpenCheckpoint, rename: Mapping[str, str]) -> None:
@@ -132,9 +164,11 @@ class _Targets:
         groups: Mapping[tuple[str, ...], SavedGroups],
         state: dict[str, Any],
         strict: Strictness,
+        *,
+        within: tuple[str, ...],
     ) -> None:
-        """`groups`: of the optimizers of the checkpoint, by path."""
-        self._strict = strict
+        """`groups`: of the optimizers of the checkpoint, by path. `within`: how the names begin that are restored."""
+        self._strict, self._within = strict, within
         self.flat: dict[str, Any] = {}
         self._contents, self._structure, self._groups, self._state = contents, structure, groups, state
         self._modules = modules_in(state)
@@ -185,12 +219,12 @@ class _Targets:
         tops = {*map(str, self._state)}
         for full in sorted(self._names - taken - self.flat.keys()):
             path = self._contents.paths.get(full, (full,))
-            if str(path[0]) in tops:
+            if str(path[0]) in tops and f"{full}.".startswith(self._within):
                 self._add_one(full, path)
         for path in self._structure.containers:
             if matches(".".join(texts(path)), self._strict.unexpected):
                 continue
-            if path and str(path[0]) in tops:
+            if path and str(path[0]) in tops and ".".join((*texts(path), "")).startswith(self._within):
                 container, depth = self._place_of(path)
                 if depth < len(path) and self._is_open(container, path[depth]):
                     self._rest_at(path[:depth], container).empty.append(path[depth:])
@@ -270,7 +304,7 @@ class _Targets:
             lines.append(
                 "  strict={'missing': GLOBS} lets what is new here keep its values; rename={FROM: TO} maps names"
             )
-        elif self._strict.missing and not self.flat and self._names:
+        elif self._strict.missing and not self.flat and self._names and "" in self._within:
             lines.append(
                 "  it has none of the names here, so nothing would be restored, and strict's `missing` is meant for some of "
                 f"them: it has {listed(self._names)}; rename={{FROM: TO}} maps names"

@@ -7,7 +7,6 @@ save ─> staged: training waits ─> written ─> committed, in `local` if ther
 from __future__ import annotations
 
 import statistics
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -56,13 +55,14 @@ class CostLog:
 
     def __init__(self) -> None:
         self.before: SaveCost | None = None
-        self._costs: deque[SaveCost] = deque(maxlen=_NUM_REMEMBERED)
+        self._costs: tuple[SaveCost, ...] = ()  # replaced, since the thread of a save adds while training asks
 
     def add(self, stats: Mapping[str, Any]) -> None:
         """`Saving.stats` of a save that is committed."""
         commit_s = float(stats.get("commit_s") or 0.0)
         writing_s = max(0.0, float(stats["flush_s"]) - commit_s)
-        self._costs.append(SaveCost(float(stats["staging_s"]), writing_s, commit_s))
+        cost = SaveCost(float(stats["staging_s"]), writing_s, commit_s)
+        self._costs = (*self._costs, cost)[-_NUM_REMEMBERED:]
 
     def typical(self, upload_s: float | None = None) -> SaveCost | None:
         """The medians, and the time of an upload as given; None: nothing is known."""
@@ -73,12 +73,13 @@ class CostLog:
         return self._of(max, upload_s)
 
     def _of(self, chosen: Callable[[Iterable[float]], float], upload_s: float | None) -> SaveCost | None:
-        if not self._costs:
+        costs = self._costs
+        if not costs:
             return self.before
         return SaveCost(
-            chosen(cost.staging_s for cost in self._costs),
-            chosen(cost.writing_s for cost in self._costs),
-            chosen(cost.commit_s for cost in self._costs),
+            chosen(cost.staging_s for cost in costs),
+            chosen(cost.writing_s for cost in costs),
+            chosen(cost.commit_s for cost in costs),
             self.before.upload_s if upload_s is None and self.before is not None else upload_s,
         )
 

@@ -20,7 +20,7 @@ _FILES_S = 1.0  # between two looks
 _NUM_FILE_LOOKS = 5  # for each look at the URLs
 _ANSWER_S = 2.0
 _MAX_BYTES = 65536
-_NOTHING = ("", "FALSE", "NONE")
+_NOTHING = ("", "FALSE", "NONE", "MIGRATE_ON_HOST_MAINTENANCE")  # the last one moves the machine without ending it
 _ENDS = ("Preempt", "Terminate")  # of Azure's events
 _HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}
 
@@ -70,8 +70,8 @@ def _is_there(file: Path) -> bool:
 
 
 def tells_of_the_end(url: str) -> bool:
-    """True if a URL answers with something else than nothing, FALSE, NONE or no event that ends the machine. One that does not
-    answer tells nothing."""
+    """True if a URL answers with something else than nothing, FALSE, NONE, a live migration or no event that ends the machine.
+    One that does not answer tells nothing."""
     try:
         return _is_notice(_read(url, _HEADERS))
     except urllib.error.HTTPError as error:

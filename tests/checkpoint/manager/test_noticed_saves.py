@@ -122,6 +122,81 @@ class TestWithoutOptimizers:
         assert same(copied(state)["moments"], known[1]["moments"])
 
     @pytest.mark.parametrize("format", ["dcp", "safetensors"])
+    @pytest.mark.parametrize("kind", ["steps", "one cycle"])
+    def test_options_that_a_scheduler_has_changed_are_those_of_the_save(
+        self,
+        kind: str,
+        format: str,  # noqa: A002
+        tmp_path: Path,
+    ) -> None:
+        """StepLR multiplies the rate that it finds: one of before its milestone would stay too large for ever."""
+
+        def scheduled(seed: int = 0, name: str = "optimizer") -> dict[str, Any]:
+            state = made(seed)
+            optimizer = state.pop("optimizer")
+            scheduler: Any = (
+                torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.1)
+                if kind == "steps"
+                else torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
+            )
+            return state | {name: optimizer, "scheduler": scheduler, "seen": {}, "bank": []}
+
+        def options(optimizer: Any) -> list[dict[str, Any]]:
+            return [{key: one for key, one in group.items() if key != "params"} for group in optimizer.param_groups]
+
+        state, expected = scheduled(), []
+        notice = {"signals": ["SIGUSR1"], "within": SHORT}
+        with loaderkit.CheckpointManager(tmp_path, notice=notice, format=format) as checkpoints:
+            for step in range(1, 5):
+                train(state, step)
+                state["scheduler"].step()
+                state["seen"] = {f"in {step}": step}  # of which a checkpoint of before has others
+                state["bank"].append(torch.full((2,), float(step)))
+                if step == 4:
+                    checkpoints.wait_until_finished()
+                    os.kill(os.getpid(), SIGNAL)
+                if step in (2, 4):
+                    checkpoints.save(step, state)
+        for step in (4, 5):
+            expected.append(options(state["optimizer"]))
+            train(state, step)
+            state["scheduler"].step()
+
+        names = ["optimizer", "other"] if format == "dcp" else ["optimizer"]
+        for name in names:
+            rename = None if name == "optimizer" else {"optimizer.": f"{name}."}
+            again, found = scheduled(1, name), []
+            with loaderkit.CheckpointManager(tmp_path, format=format) as checkpoints:
+                assert checkpoints.restore(again, rename=rename) == 4
+            assert again["seen"] == {"in 4": 4}
+            assert [int(one[0]) for one in again["bank"]] == [1, 2, 3, 4]
+            again["optimizer"] = again[name]
+            for step in (4, 5):
+                found.append(options(again[name]))
+                train(again, step)
+                again["scheduler"].step()
+            assert found == expected
+
+    def test_a_table_of_an_optimizer_gets_the_options_of_the_save(self, tmp_path: Path) -> None:
+        state = made()
+        notice = {"signals": ["SIGUSR1"], "within": SHORT}
+        with loaderkit.CheckpointManager(tmp_path, notice=notice) as checkpoints:
+            for step in (1, 2):
+                train(state, step)
+                state["optimizer"].param_groups[0] |= {"lr": 0.5 / step, "betas": (0.8, 0.9 + step / 100)}
+                if step == 2:
+                    checkpoints.wait_until_finished()
+                    os.kill(os.getpid(), SIGNAL)
+                checkpoints.save(step, {"a": {"optim": state["optimizer"].state_dict()}, "model": state["model"]})
+        other = made(1)
+        train(other, 1)
+        table = {"a": {"optim": other["optimizer"].state_dict()}, "model": other["model"]}
+        with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+            assert checkpoints.restore(table) == 2
+        group = table["a"]["optim"]["param_groups"][0]
+        assert (group["lr"], group["betas"]) == (0.25, (0.8, 0.92))
+
+    @pytest.mark.parametrize("format", ["dcp", "safetensors"])
     def test_tables_of_optimizers_are_left_out_too(self, format: str, tmp_path: Path) -> None:  # noqa: A002
         state = made()
         notice = {"signals": ["SIGUSR1"], "within": SHORT}

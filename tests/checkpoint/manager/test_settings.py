@@ -126,6 +126,12 @@ def test_every(value: Any, expected: Every | None) -> None:
         ("to: /a\nnotice: {signals: [SIGKILL]}\n", "notice.signals.0", 2, "a signal that a program can catch"),
         ("to: /a\nnotice: {signals: []}\n", "notice", 2, "nothing announces the end: give `signals`, `files`"),
         ("to: /a\nnotice: {until: JOB_END}\n", "notice", 2, "`within` says how long before that it is to stop"),
+        (
+            "to: /a\nnotice: {until: 3600, within: 30s}\n",
+            "notice.until",
+            2,
+            "3600 was in 1970, so the job would stop after",
+        ),
         ("to: /a\nnotice: {until: -5, within: 30s}\n", "notice.until", 2, "an environment variable such as SLURM_JOB"),
         ("to: /a\nnotice: {urls: [/run/x]}\n", "notice.urls.0", 2, "a URL of http or https, not '/run/x'"),
         ("to: /a\nmtbf: 6h\n", "", None, "`mtbf` tells `every: auto` how often to save: set that, too"),

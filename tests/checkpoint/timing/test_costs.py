@@ -79,6 +79,20 @@ class TestCostLog:
         assert log.typical() == SaveCost(5.0, 50.0, 0.5, 10.0)
         assert log.slowest(33.0) == SaveCost(7.0, 70.0, 0.5, 33.0)
 
+    def test_a_save_may_end_while_training_asks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        log = CostLog()
+        for number in range(1, 4):
+            log.add(stats_of(number, number + 0.5, 0.5))
+
+        def interrupted(values: Iterable[float]) -> float:
+            left = iter(values)
+            first = next(left)
+            log.add(stats_of(9, 9.5, 0.5))
+            return max(first, *left)
+
+        monkeypatch.setattr("statistics.median", interrupted)
+        assert log.typical() == SaveCost(3.0, 3.0, 0.5)
+
     @given(COSTS)
     def test_they_come_back_from_a_checkpoint(self, cost: SaveCost) -> None:
         assert SaveCost.restored(cost.saved()) == cost

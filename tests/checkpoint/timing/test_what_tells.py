@@ -57,6 +57,7 @@ class TestUrls:
             (200, "TRUE\n", True),
             (200, "NONE", False),
             (200, "TERMINATE_ON_HOST_MAINTENANCE", True),
+            (200, "MIGRATE_ON_HOST_MAINTENANCE", False),  # it goes on, on another machine
             (200, '{"DocumentIncarnation": 1, "Events": []}', False),
             (200, '{"Events": [{"EventType": "Reboot"}]}', False),
             (200, '{"Events": [{"EventType": "Freeze"}, {"EventType": "Preempt"}]}', True),
@@ -147,6 +148,13 @@ class TestEnd:
             assert (notice.reason, notice.end_s) == ("SIGUSR2", None)
         finally:
             notice.close()
+
+    def test_an_end_that_is_over(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        """Such as that of an earlier job: each start stops after a step, and should say why before it does."""
+        monkeypatch.setenv("JOB_END", "1700000000")
+        EndNotice(NoticeArgs(signals=(), within=30.0, until="JOB_END")).close()
+        assert "JOB_END was 2023-11-1" in caplog.text
+        assert "the job stops after its next step" in caplog.text
 
     def test_an_environment_without_the_time(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -210,6 +210,13 @@ def test_scripts_of_shells_are_well_formed(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", LINKING_PAGES)
+def test_every_block_of_code_ends(page: str) -> None:
+    """The rest of the page would be code, and its examples none."""
+    lines = (ROOT / page).read_text().splitlines()
+    assert sum(line.lstrip().startswith("```") for line in lines) % 2 == 0
+
+
+@pytest.mark.parametrize("page", LINKING_PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text()):
         if "://" not in target:

@@ -113,6 +113,13 @@ class RunDirectory:
                 self._partial.add(step)
             return step
 
+    def find_partial(self) -> None:
+        """Find out which of the newest steps have no state of optimizers, back to one that has it. Raises ConnectorError."""
+        for step in sorted(self.committed(), reverse=True):
+            with suppress(CheckpointError, FormatError):
+                if self.checked(step) not in self._partial:
+                    return
+
     def of_another_make(self, step: int | None = None) -> Iterator[tuple[int, str]]:
         """(step, URL) of the newest whole checkpoint here that no manager has saved, or of that of `step`, if there is one.
 

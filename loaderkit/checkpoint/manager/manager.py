@@ -131,7 +131,12 @@ class CheckpointManager:
             has_local=self.settings.local is not None,
             uploads_all=self.settings.local is not None and self.settings.keep is None,
         )
-        self._notice = None if self.settings.notice is None else EndNotice(self.settings.notice)
+        try:
+            self._notice = None if self.settings.notice is None else EndNotice(self.settings.notice)
+        except BaseException:
+            self._flush.close()
+            self._tiers.close()
+            raise
         self._preemption = StepAgreement(self._board, "notice", self._noticed, self._end_s)
         self._due = self._next_due()
         self._tiers.start()

@@ -24,7 +24,8 @@ _STEPS = re.compile(r"\s*(\d+)\s*(?:steps?)?\s*")
 
 
 class Every(NamedTuple):
-    """How often to save: each so many steps, as soon as so many seconds have passed, or `is_auto`: by what saving costs."""
+    """How often to save: every `steps` steps, or every `seconds` seconds, or with `is_auto` at the interval that follows from
+    what saving costs."""
 
     steps: int | None = None
     seconds: float | None = None

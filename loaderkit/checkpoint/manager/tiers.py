@@ -91,6 +91,8 @@ class Tiers:
     def start(self) -> None:
         """Begin to upload what an earlier run has left."""
         if self._uploads is not None:
+            with suppress(ConnectorError):  # which uploads meet, too
+                self._near.find_partial()  # what a restore needs with a step without optimizers is uploaded as well
             self._uploads.start()
 
     # ------------------------------------------------------------------------------------------------------- save

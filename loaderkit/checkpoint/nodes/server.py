@@ -37,7 +37,7 @@ from loaderkit.ranks.sockets import Address, fill, keep_alive, listen, received
 
 logger = logging.getLogger("loaderkit")
 MAX_READ_BYTES = 8 * 2**20
-"""At most so many bytes are asked for, and held, at once."""
+"""The bytes that one request asks for, at most; a node holds no more of a file in memory."""
 _MAX_CALL_BYTES = 2**30  # a description, or a manifest
 _CONNECT_S = 10.0
 _CALL = struct.Struct("<IQ")  # bytes of the JSON and of the data

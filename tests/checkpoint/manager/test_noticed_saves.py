@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,19 @@ class TestWithoutOptimizers:
         with loaderkit.CheckpointManager(tmp_path, keep=keep) as checkpoints:
             assert checkpoints.restore(state) == 4
         assert same(copied(state)["weights"], more[4]["weights"])
+        assert same(copied(state)["moments"], known[2]["moments"])
+
+    def test_both_are_uploaded_by_the_next_start(self, tmp_path: Path) -> None:
+        """Before it has restored anything: until the next upload the machine may be lost with `local`."""
+        far, keep = tmp_path / "far", {"last": 1}
+        _, known = run(far, SHORT, range(1, 4), keep=keep, local=str(tmp_path / "near"))
+        shutil.rmtree(far)
+        with loaderkit.CheckpointManager(far, keep=keep, local=str(tmp_path / "near")) as checkpoints:
+            checkpoints.wait_until_finished()
+        assert steps_of(far) == [2, 3]
+        state = made(1)
+        with loaderkit.CheckpointManager(far, keep=keep) as checkpoints:
+            assert checkpoints.restore(state) == 3
         assert same(copied(state)["moments"], known[2]["moments"])
 
     def test_none_was_saved_before(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -99,3 +99,8 @@ def test_a_circle_is_given_as_the_way_around_it(rng: random.Random) -> None:
         found = circle(graph)
         assert len({*found}) == len(found) > 1
         assert all(following in graph[name] for name, following in zip(found, [*found[1:], found[0]], strict=True))
+
+
+def test_no_file_of_tests_is_long() -> None:
+    lengths = {str(path): len(path.read_text().splitlines()) for path in Path(__file__).parent.rglob("*.py")}
+    assert {path: length for path, length in lengths.items() if length > 500} == {}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from loaderkit._internal.system.program_end import ProgramEndsError, start_thread
 from loaderkit.errors import PeerError
-from loaderkit.ranks.sockets import Address, fill, keep_alive, listen, received
+from loaderkit.ranks.sockets import Address, accepted, fill, keep_alive, listen, received
 
 logger = logging.getLogger("loaderkit")
 TIMEOUT_S = 300.0
@@ -111,11 +111,7 @@ class PieceServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        for connection in accepted(self._listener):
             with self._changed:
                 if self._closed:
                     connection.close()

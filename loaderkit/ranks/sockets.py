@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -35,6 +36,16 @@ def listen() -> tuple[socket.socket, Address]:
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=is_dual)
     return listener, Address(machine(), _own_hosts(), listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+
+
+def accepted(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections that come, until the listener is closed."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        yield connection
 
 
 def keep_alive(connection: socket.socket) -> None:

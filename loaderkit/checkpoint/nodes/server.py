@@ -33,7 +33,7 @@ from loaderkit.errors import (
     ShortReadError,
     UnreachableError,
 )
-from loaderkit.ranks.sockets import Address, fill, keep_alive, listen, received
+from loaderkit.ranks.sockets import Address, accepted, fill, keep_alive, listen, received
 
 logger = logging.getLogger("loaderkit")
 MAX_READ_BYTES = 8 * 2**20
@@ -79,11 +79,7 @@ class NodeServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        for connection in accepted(self._listener):
             with self._lock:
                 if self._closed:
                     connection.close()

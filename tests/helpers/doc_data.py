@@ -6,6 +6,7 @@ import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -14,7 +15,8 @@ from PIL import Image
 def write_coco(folder: Path) -> None:
     """COCO's layout: images and instances.json."""
     (folder / "images").mkdir(parents=True)
-    images, annotations = [], []
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for number in range(24):
         name = f"{number:012}.jpg"
         Image.fromarray(np.full((90, 120, 3), 10 * number, np.uint8)).save(folder / "images" / name)

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 from buckets import upload
+from doc_data import write_coco, write_pairs, write_sensors
 from doc_examples import LOOPS, examples, libraries, named, needs_cluster, needs_frameworks
 from hf_folders import saved
 from mds_shards import write_mds
@@ -59,7 +60,7 @@ README_PIPELINE = named("README.md", "pipeline.yaml")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
-    """What is made once for all pages: photos, saved and mds. Shared: a page must not change it."""
+    """What is made once for all pages, as data of a user. Shared: a page must not change it."""
     folder = tmp_path_factory.mktemp("made")
     write_mixed(folder / "photos", 36, seed=1)
     table = pa.table({"text": [f"text {number}" for number in range(70)], "label": [*range(7)] * 10})
@@ -69,14 +70,16 @@ def made(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
     rows = [
         {"image": path.read_bytes(), "label": number % 3} for number, path in enumerate(sorted(photos.rglob("*.jpg")))
     ]
+    write_coco(folder / "coco")
+    write_sensors(folder / "sensors.db")
+    write_pairs(folder / "pairs.jsonl")
     write_mds(folder / "mds", {"image": "jpeg", "label": "int"}, rows, 20)
     return folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path, photos: Path, shards: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder: data/train, data/val, data/photos, data/shards, data/saved, data/mds, and the README's pipeline for
-    smaller batches."""
+    """A user's folder: data/train, data/val, data/shards, what `made` has, and the README's pipeline for smaller batches."""
     (tmp_path / "data" / "shards").mkdir(parents=True)
     for name, place in {"train": photos, "val": photos, **{path.name: path for path in made.iterdir()}}.items():
         (tmp_path / "data" / name).symlink_to(place)

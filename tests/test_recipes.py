@@ -120,13 +120,13 @@ def test_a_copy_by_hugging_faces_datasets(folder: Path, files: list[Path], decod
 
 def test_masks_in_a_second_folder(folder: Path, rng: random.Random) -> None:
     for name in ("images", "masks"):
-        (folder / "data" / "scenes" / name).mkdir(parents=True)
+        (folder / "data" / "segmentation" / name).mkdir(parents=True)
     for number in range(NUM_PHOTOS):
         classes = np.kron(
             np.array([[rng.randrange(8) for _ in range(3)] for _ in range(2)], np.uint8), np.ones((20, 20), np.uint8)
         )
-        Image.fromarray(30 * classes).save(folder / "data" / "scenes" / "images" / f"{number:03}.jpg", quality=95)
-        Image.fromarray(classes).save(folder / "data" / "scenes" / "masks" / f"{number:03}.png")
+        Image.fromarray(30 * classes).save(folder / "data" / "segmentation" / "images" / f"{number:03}.jpg", quality=95)
+        Image.fromarray(classes).save(folder / "data" / "segmentation" / "masks" / f"{number:03}.png")
     path = recipe(folder, "segmentation.yaml")
     assert_trains(path, NUM_PHOTOS, 32)
     pipeline: Any = from_yaml(path.read_text())

@@ -31,12 +31,12 @@ def test_unet3d(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder in ("scans", "masks"):
-        (tmp_path / "data/cases" / folder).mkdir(parents=True)
+    for folder in ("images", "labels"):
+        (tmp_path / "data/volumes" / folder).mkdir(parents=True)
     for number in range(8):
         scan = np.random.default_rng(number).integers(0, 1000, (40, 36, 33), np.int16)
-        for folder, values in (("scans", scan), ("masks", (scan > 990).astype(np.uint8))):
-            nibabel.Nifti1Image(values, np.eye(4)).to_filename(tmp_path / f"data/cases/{folder}/{number}.nii.gz")
+        for folder, values in (("images", scan), ("labels", (scan > 990).astype(np.uint8))):
+            nibabel.Nifti1Image(values, np.eye(4)).to_filename(tmp_path / f"data/volumes/{folder}/{number}.nii.gz")
     (tmp_path / "segment-scans.yaml").write_text(named("docs/jobs/volumes.md", "segment-scans.yaml"))
     monkeypatch.chdir(tmp_path)
     with loaderkit.build("segment-scans.yaml") as loader:

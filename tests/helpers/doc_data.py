@@ -1,0 +1,51 @@
+"""Data that pages of documentation take for a user's own."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def write_coco(folder: Path) -> None:
+    """COCO's layout: images and instances.json."""
+    (folder / "images").mkdir(parents=True)
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for number in range(24):
+        name = f"{number:012}.jpg"
+        Image.fromarray(np.full((90, 120, 3), 10 * number, np.uint8)).save(folder / "images" / name)
+        images.append({"id": number, "file_name": name})
+        annotations += [
+            {"image_id": number, "category_id": 9, "bbox": [left, 10, 25, 40], "iscrowd": 0}
+            for left in range(0, 30 * (number % 4), 30)
+        ]
+    categories = [{"id": 7, "name": "cat"}, {"id": 9, "name": "dog"}]
+    found = {"categories": categories, "images": images, "annotations": annotations}
+    (folder / "instances.json").write_text(json.dumps(found))
+
+
+def write_sensors(path: Path) -> None:
+    """A table in a SQLite file."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE sensors (value REAL, label INTEGER)")
+        connection.executemany("INSERT INTO sensors VALUES (?, ?)", [(number / 8, number % 3) for number in range(64)])
+        connection.commit()
+
+
+def write_pairs(path: Path) -> None:
+    """Preference pairs, a JSON object a line."""
+    lines = []
+    for number in range(32):
+        answers = {
+            name: [{"role": "assistant", "content": text}]
+            for name, text in (("chosen", "fine thanks"), ("rejected", "why"))
+        }
+        prompt = [{"role": "user", "content": "why " * (1 + number % 5)}]
+        lines.append(json.dumps({"prompt": prompt, **answers}) + "\n")
+    path.write_text("".join(lines))

@@ -53,7 +53,7 @@ FEW = {
 MOST_WORDS = 1200
 FOLDERS = ("docs", "examples", "profiles")
 LINKING_PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md"))
-LINKING_PAGES += ["CHANGELOG.md", "README.md"]
+LINKING_PAGES += ["CHANGELOG.md", "CONTRIBUTING.md", "README.md"]
 README_PIPELINE = named("README.md", "pipeline.yaml")
 
 

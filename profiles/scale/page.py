@@ -104,14 +104,13 @@ def listing(found: Found) -> str:
         largest = rows[-1]
         factor = TARGET / largest["num"]
         cells = [f"`kind: {kind}`"]
-        cells += [f"{_seconds(row['cpu_s'])}, {_bytes(row['held_bytes'])}" for row in rows]
+        cells += [f"{_seconds(largest['cpu_s'])}, {_bytes(largest['held_bytes'])}"]
         cells += [f"{_seconds(largest['cpu_s'] * factor)}, {_bytes(int(largest['held_bytes'] * factor))}"]
         lines.append(cells)
     rows = found["listings"]["array"]
-    cells = ["`kind: array`", *(f"{_seconds(row['cpu_s'])}, {_little(row['held_bytes'])}" for row in rows)]
+    cells = ["`kind: array`", *(f"{_seconds(row['cpu_s'])}, {_little(row['held_bytes'])}" for row in rows[-2:])]
     lines.append(cells)
-    sizes = [row["num"] for row in found["listings"]["files"]]
-    titles = ["", *(f"{_power(num)} samples" for num in sizes), _power(TARGET)]
+    titles = ["", f"{_power(found['listings']['files'][-1]['num'])} samples", _power(TARGET)]
     return _table(titles, lines)
 
 

@@ -20,7 +20,16 @@ PAGE = ROOT / "docs" / "scale.md"
 RESULTS = ROOT / "profiles" / "results"
 RANKS, RATE = 10_000, 100  # ranks, and samples/s that each takes
 PAGE_S, PAGE_KEYS = 0.05, 1000  # of a listing: assumed answer time, and keys in one answer by S3's protocol
-_LINKS = (10, 100)  # Gbit/s
+LINK = 10  # Gbit/s, of the trainer's node
+_SHOWN_WORKERS = WORKERS[1]
+_UNINDEXED = INDEXED.replace(" with .idx", "")
+# Of the orders whose requests were counted those that the page shows.
+_ORDERS = {
+    "files": "files",
+    "tar, 16 shards, global": "tar, `global`",
+    "tar, 16 shards, none": "tar, `none`",
+    "tar, 16 shards, block 8MiB": "tar, `block` of 8 MiB",
+}
 _BLOCK = re.compile(r"<!-- scale: ([\w-]+) -->\n.*?<!-- end -->\n", re.DOTALL)
 Found = Mapping[str, Any]
 
@@ -54,21 +63,6 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # ----------------------------------------------------------------------------------------------------- the driver
 
 
-def driver(found: Found) -> str:
-    rows = found["driver"]
-    names = list(dict.fromkeys(row["executor"] for row in rows))
-    by_size = {size: {row["executor"]: row for row in rows if row["batch_bytes"] == size} for size in _sizes(rows)}
-    columns = [(names[0], "loop_s")] + [(name, key) for name in names[1:] for key in ("loop_s", "process_s")]
-    columns += [(name, "raylet_s") for name in names if name == "ray"]
-    titles = ["a batch of", *(f"`{name}`: {key.removesuffix('_s')}" for name, key in columns)]
-    lines = [[_bytes(size), *(_seconds(row[name][key]) for name, key in columns)] for size, row in by_size.items()]
-    return _table(titles, lines)
-
-
-def _sizes(rows: Sequence[Found]) -> list[int]:
-    return sorted({row["batch_bytes"] for row in rows})
-
-
 def feeding(found: Found) -> str:
     """The largest cluster of one loop, by what limits it."""
     name = _remote(found)
@@ -76,17 +70,11 @@ def feeding(found: Found) -> str:
     for what, cost_s, num_bytes, batch in WORKLOADS:
         sample_s = found["turns"]["mean_s"] if cost_s is None else cost_s
         batch_s, raylet_s = (driver_s(found, name, batch * num_bytes, key) for key in ("process_s", "raylet_s"))
-        cells = [what, _seconds(sample_s), _bytes(batch * num_bytes), _seconds(batch_s)]
-        cells += [f"{batch / batch_s:,.0f}", f"{batch / batch_s * sample_s:,.0f}", f"{raylet_s / batch_s:.1f}"]
-        for link in _LINKS:
-            rate = link * 1e9 / 8 / num_bytes
-            cells.append(f"{min(rate, batch / batch_s) * sample_s:,.0f}")
+        rate = LINK * 1e9 / 8 / num_bytes
+        cells = [what, _seconds(sample_s), _bytes(batch * num_bytes), f"{batch / batch_s * sample_s:,.0f}"]
+        cells += [f"{min(rate, batch / batch_s) * sample_s:,.0f}", f"{raylet_s / batch_s:.1f}"]
         lines.append(cells)
-    titles = [
-        "work", "CPU time a sample", "a batch", "the trainer's process a batch", "samples/s that it can take",
-        "CPUs that make those", "CPUs of Ray's process beside it",
-        *(f"CPUs with a network of {link} Gbit/s" for link in _LINKS),
-    ]  # fmt: skip
+    titles = ["work", "a sample", "a batch", "CPUs it can take", f"at {LINK} Gbit/s", "CPUs of Ray's process"]
     return _table(titles, lines)
 
 
@@ -116,64 +104,28 @@ def listing(found: Found) -> str:
         largest = rows[-1]
         factor = TARGET / largest["num"]
         cells = [f"`kind: {kind}`"]
-        cells += [f"{_seconds(row['cpu_s'])}, {_bytes(row['held_bytes'])}" for row in rows]
+        cells += [f"{_seconds(largest['cpu_s'])}, {_bytes(largest['held_bytes'])}"]
         cells += [f"{_seconds(largest['cpu_s'] * factor)}, {_bytes(int(largest['held_bytes'] * factor))}"]
-        cells += [_bytes(int(largest["peak_bytes"] * factor))]
         lines.append(cells)
     rows = found["listings"]["array"]
-    cells = ["`kind: array`", *(f"{_seconds(row['cpu_s'])}, {_little(row['held_bytes'])}" for row in rows), ""]
+    cells = ["`kind: array`", *(f"{_seconds(row['cpu_s'])}, {_little(row['held_bytes'])}" for row in rows[-2:])]
     lines.append(cells)
-    sizes = [row["num"] for row in found["listings"]["files"]]
-    titles = [
-        "",
-        *(f"{_power(num)} samples" for num in sizes),
-        f"{_power(TARGET)}",
-        f"most memory on the way, {_power(TARGET)}",
-    ]
+    titles = ["", f"{_power(found['listings']['files'][-1]['num'])} samples", _power(TARGET)]
     return _table(titles, lines)
 
 
 def listing_words(found: Found) -> str:
     scan = found["listings"]["scan"][0]
     pages, target = TARGET // PAGE_KEYS, _power(TARGET)
-    largest, state = found["listings"]["files"][-1], found["listings"]["array"][-1]
+    largest = found["listings"]["files"][-1]
     return "\n".join((
-        f"- The columns up to {_power(largest['num'])} are measured, as is all of the row `array` (a sparse file). "
-        f"{target} of the others is computed: so many times what the largest one took.",
-        f"- A bucket lists {PAGE_KEYS:,} keys an answer, one answer after the other: {pages:,} requests for {target} "
-        f"objects. At {_seconds(PAGE_S)} each, which is assumed, that is {_seconds(pages * PAGE_S)} before the "
-        "first batch.",
-        f"- An index of a shard is made at {_seconds(scan['scan_s'])} of CPU time a sample of two files, besides reading "
-        f"the shard, and read from its copy at {_seconds(scan['copy_s'])}; a copy takes {scan['copy_bytes']:.0f} bytes a "
-        f"sample ({_bytes(int(scan['copy_bytes'] * TARGET))} for {target}).",
-        f"- A state takes {state['state_bytes']} bytes and {_seconds(state['state_s'])}, whatever the number of samples.",
+        f"- {target} is computed from {_power(largest['num'])}, but measured for `array`. While it lists, `files` takes "
+        f"{largest['peak_bytes'] / largest['held_bytes']:.1f} times the memory.",
+        f"- A bucket lists {PAGE_KEYS:,} keys an answer: {pages:,} requests for {target} objects, "
+        f"{_seconds(pages * PAGE_S)} at {_seconds(PAGE_S)} each.",
+        f"- The index of a shard takes {_seconds(scan['scan_s'])} a sample to make, {_seconds(scan['copy_s'])} to read, and "
+        f"{scan['copy_bytes']:.0f} bytes.",
     ))  # fmt: skip
-
-
-def order(found: Found) -> str:
-    lines = [
-        [_power(row["num"]), _seconds(row["cpu_s"]), f"{1e9 * row['cpu_s'] / 256:.0f} ns"]
-        for row in found["listings"]["order"]
-    ]
-    return _table(["samples of an epoch", "where 256 positions lead", "one"], lines)
-
-
-def blocks(found: Found) -> str:
-    lines = [
-        [
-            _power(row["num"]),
-            f"{_bytes(row['num'] * 2**23)}",
-            _seconds(row["layout_s"]),
-            _bytes(row["held_bytes"]),
-            _bytes(row["peak_bytes"]),
-            _seconds(row["cpu_s"]),
-        ]
-        for row in found["listings"]["blocks"]
-    ]
-    titles = [
-        "blocks", "data, at 8 MiB a block", "laid out at an epoch's begin", "memory", "most on the way", "256 positions then",
-    ]  # fmt: skip
-    return _table(titles, lines)
 
 
 # ------------------------------------------------------------------------------------------------------- requests
@@ -182,49 +134,22 @@ def blocks(found: Found) -> str:
 def requests(found: Found) -> str:
     lines = []
     for row in found["requests"]:
+        if row["what"] not in _ORDERS or row["ranks"] > 1:
+            continue
         epoch = row["epoch"]
-        num = epoch["get"] + epoch.get("head", 0)
-        each = num / epoch["num_samples"]
-        name = row["what"] + (f", {row['ranks']} ranks" if row["ranks"] > 1 else "")
-        wanted = found["sample_bytes"] * epoch["num_samples"]
-        lines.append([
-            name, f"{epoch['get'] / epoch['num_samples']:.3f}", f"{epoch.get('head', 0) / epoch['num_samples']:.3f}",
-            f"{epoch['range_bytes'] / wanted:.2f}", f"{RANKS * RATE * each:,.0f}",
-        ])  # fmt: skip
-    titles = [
-        "", "GET a sample", "HEAD a sample", "bytes asked / bytes of samples",
-        f"requests/s of {RANKS:,} ranks, {RATE} samples/s each",
-    ]  # fmt: skip
-    return _table(titles, lines)
+        each = (epoch["get"] + epoch.get("head", 0)) / epoch["num_samples"]
+        lines.append([_ORDERS[row["what"]], f"{each:.3f}", f"{RANKS * RATE * each:,.0f}"])
+    return _table(["", "requests a sample", f"requests/s of {RANKS:,} ranks, {RATE} samples/s each"], lines)
 
 
 def starts(found: Found) -> str:
-    lines = []
-    for row in found["requests"]:
-        if row["what"] != "files" and "global" not in row["what"]:
-            continue
-        cells = [row["what"].removesuffix(", global")]
-        for start in (row["start"], row["start_again"]):
-            num = sum(start.get(kind, 0) for kind in ("list", "head", "get"))
-            cells += [str(num), _bytes(start.get("range_bytes", 0)), f"{num * RANKS:,}"]
-        lines.append(cells)
-    titles = ["", "requests", "bytes", f"of {RANKS:,} nodes"]
-    return _table([titles[0], *titles[1:], *(f"{title}, indexes kept" for title in titles[1:])], lines)
-
-
-def starts_words(found: Found) -> str:
-    row = next(row for row in found["requests"] if row["what"] == INDEXED)
-    each = sum(row["start"].get(kind, 0) for kind in ("head", "get")) / SHARDS[-1]
-    num_bytes = TARGET * found["sample_bytes"]
-    shards = {size: -(-num_bytes // size) for size in (256 * 10**6, 10**9)}
-    text = ", ".join(
-        f"in shards of {_bytes(size)} {num:,} shards and {each * num:,.0f} requests" for size, num in shards.items()
-    )
-    return (
-        f"With an `.idx` beside it a shard takes {each:.0f} requests at the first start of a node, whatever its size: it is "
-        f"checked against the shard. {_power(TARGET)} samples of {_bytes(found['sample_bytes'])} are {_bytes(num_bytes)}: "
-        f"{text}, of every node."
-    )
+    rows = {row["what"]: row for row in found["requests"]}
+    said = []
+    for what, name in ((_UNINDEXED, "it"), (INDEXED, "with `.idx` files it")):
+        start = rows[what]["start"]
+        num = sum(start.get(kind, 0) for kind in ("list", "head", "get"))
+        said.append(f"{name} makes {num} requests for {_bytes(start['range_bytes'])}")
+    return f"At the first start of a node, for {SHARDS[-1]} shards, {'; '.join(said)}. Later it makes 1."
 
 
 # ---------------------------------------------------------------------------------------------------------- turns
@@ -232,35 +157,19 @@ def starts_words(found: Found) -> str:
 
 def turns(found: Found) -> str:
     lines = [
-        [row["kind"], str(row["workers"]), *(f"{100 * row[str(depth)]:.0f} %" for depth in DEPTHS)]
+        [row["kind"], *(f"{100 * row[str(depth)]:.0f} %" for depth in DEPTHS)]
         for row in found["turns"]["rows"]
+        if row["workers"] == _SHOWN_WORKERS
     ]
-    titles = [
-        "times of batches",
-        "workers",
-        *(f"{depth} {'batch' if depth == 1 else 'batches'} each" for depth in DEPTHS),
-    ]
+    titles = ["times of batches", *(f"{depth} each" for depth in DEPTHS)]
     return _table(titles, lines)
-
-
-def turns_words(found: Found) -> str:
-    measured = found["turns"]
-    rows = {(row["kind"], row["workers"]): row for row in measured["rows"]}
-    slow = next(kind for kind, _ in rows if "of the speed" in kind)
-    most = rows[slow, WORKERS[-1]][str(DEPTHS[-1])]
-    return (
-        f"In work and ahead are so many batches a worker. The pictures' times are those of {measured['num']} samples on this "
-        f"machine: {_seconds(measured['mean_s'])} in the mean, {_seconds(measured['p99_s'])} for one in a hundred, "
-        f"{_seconds(measured['most_s'])} at most. The other kinds are made up on top of them. With "
-        f"{slow.partition(', ')[2]}, {100 * most:.0f} % of the capacity comes out, however many batches are ahead."
-    )
 
 
 def machine(found: Found) -> str:
     return (
-        f"Measured with {found['cpus']} CPUs ({found['machine']}), Python {found['python']}, beside other programs; CPU time, "
-        "which those hardly change. The tables and figures are written by `python -m profiles.scale`; "
-        f"[what was measured](../profiles/results/{found['file']})."
+        f"Measured with {found['cpus']} CPUs ({found['machine']}), Python {found['python']}, beside other programs, "
+        "as CPU time. "
+        f"`python -m profiles.scale` writes the tables from [what was measured](../profiles/results/{found['file']})."
     )
 
 
@@ -289,7 +198,6 @@ def _power(num: int) -> str:
 
 
 BLOCKS: Mapping[str, Callable[[Found], str]] = {
-    "machine": machine, "driver": driver, "feeding": feeding, "listing": listing, "listing-words": listing_words,
-    "order": order, "blocks": blocks, "requests": requests, "starts": starts, "starts-words": starts_words,
-    "turns": turns, "turns-words": turns_words,
+    "machine": machine, "feeding": feeding, "listing": listing, "listing-words": listing_words, "requests": requests,
+    "starts": starts, "turns": turns,
 }  # fmt: skip

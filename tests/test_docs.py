@@ -199,6 +199,13 @@ def test_a_page_is_read_in_a_few_minutes(page: str) -> None:
     assert len((ROOT / page).read_text().split()) <= MOST_WORDS_OF.get(page, MOST_WORDS)
 
 
+def test_all_pages_but_the_reference_are_read_in_three_hours() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
+    prose = [re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE) for page in pages]
+    num_words = [len(text.split()) for page, text in zip(pages, prose, strict=True) if page.name != "reference.md"]
+    assert sum(num_words) <= 45_000
+
+
 def test_what_pages_show_of_programs_stands_in_them() -> None:
     for page, (_, text) in itertools.chain.from_iterable(
         zip(itertools.repeat(page), examples(page), strict=False) for page in PAGES

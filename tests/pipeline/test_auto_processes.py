@@ -139,6 +139,12 @@ class TestWhatTheyShare:
             ("batches", 4),
         ]
 
+    def test_the_tuner_knows_how_many_a_loader_begins_with(self) -> None:
+        """As one does that has moved into processes: else it would wait for ever for the others to go."""
+        settings, _, tuner = live()
+        settings.begin_with(4)
+        assert [setting.value for setting in tuner.settings] == [4, 8, 4]
+
     def test_workers_that_are_given_stay_as_many_where_processes_bring_cpus(self) -> None:
         """Those of `decode` are three in all, rounded up to the same number in each; of `read` each process has two."""
         stages, cpus = ("read", "decode"), 1.0

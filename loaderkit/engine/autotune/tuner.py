@@ -130,12 +130,15 @@ class Tuner:
         return next((setting for setting in self.settings if setting.kind == "batches"), None)
 
     def rescale(self, num_processes: int, workers: Mapping[str, int], batches: int | None) -> None:
-        """Note the sizes that come with another number of processes: by first stage the workers, and the batches ahead."""
+        """Note another number of processes, and the sizes that come with it: by first stage the workers, and the batches
+        ahead."""
         for setting in self.settings:
             if setting.kind == "workers":
                 setting.unit, setting.value = num_processes, workers[setting.stages[0]]
             elif setting.kind == "batches" and batches is not None:
                 setting.unit, setting.value = num_processes, batches
+            elif setting.kind == "processes":
+                setting.value = num_processes
 
     def look(self, now: Snapshot) -> Move | None:
         """Read the accounts, several times a second. Returns the change to be made now, if any; the tuner takes it as made."""

@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # For one test and for nothing else to see: tests/helpers/torchvision_transforms.py says why.
 TORCHVISION ?= torchvision==0.28.0
+# As well: torchtitan asks for an older `datasets`. Of what it needs only that which its data-loader contract imports.
+TORCHTITAN ?= torchtitan==0.3.0 docstring_parser==0.18.0 spmd_types==0.2.3 typeguard==4.6.1 tyro==1.0.17
 # An interpreter that is asked for by PYTHON=python3.12 has an environment of its own.
 VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
@@ -37,6 +39,7 @@ $(VENV)/.integration: $(VENV)/.test
 	@$(WANTED) ray integration docs >$(VENV)/integration.txt
 	@$(PIP) -r $(VENV)/integration.txt $(OR_WHY)
 	@$(PIP) --no-deps --upgrade --target $(VENV)/torchvision "$(TORCHVISION)" $(OR_WHY)
+	@$(PIP) --no-deps --upgrade --target $(VENV)/torchtitan $(TORCHTITAN) $(OR_WHY)
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.demo

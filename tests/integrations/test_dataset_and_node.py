@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 from other_loops import KINDS, NUM_BATCHES, NUM_EPOCHS, built, numbers
 from torch.utils.data import DataLoader
 
+import loaderkit
 from loaderkit.errors import ConfigError, MissingExtraError
 
 
@@ -70,3 +72,18 @@ def test_without_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(importlib.import_module("sys").modules, "torchdata.nodes", None)
     with built() as loader, pytest.raises(MissingExtraError, match="pip install torchdata"):
         loader.as_node()
+
+
+@pytest.mark.parametrize("num_done", [1, NUM_BATCHES - 1, NUM_BATCHES + 2])
+def test_a_checkpoint_manager_restores_a_graph(num_done: int, tmp_path: Path) -> None:
+    """torchdata's Loader ignores a state that it is given after it was asked for one."""
+    for is_resumed in (False, True):
+        loader, graph = made("dataset", "node")
+        with loader, loaderkit.CheckpointManager(tmp_path) as checkpoints:
+            batches = (batch for _ in range(NUM_EPOCHS) for batch in graph)
+            if is_resumed:
+                assert checkpoints.restore({"graph": graph}) == num_done
+                assert numbers(batches)[: NUM_EPOCHS * NUM_BATCHES - num_done] == whole("dataset")[num_done:]
+            else:
+                assert numbers(next(batches) for _ in range(num_done)) == whole("dataset")[:num_done]
+                checkpoints.save(num_done, {"graph": graph})

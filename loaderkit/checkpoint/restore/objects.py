@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Set
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,9 +40,18 @@ class ObjectPart:
         self.problems: list[str] = []
         self.paths = self._paths(len(leaf.path))
         self.names: Set[str] = {*self.paths}  # of the checkpoint that are the object's, also what is left out
-        self.current = leaf.value.state_dict()
-        self.tensors = {texts(one.path): one.value for one in self._present().values() if is_tensor(one.value)}
         self.add_all()
+
+    @cached_property
+    def current(self) -> Any:
+        """The object's state now. Only asked for where it is needed: a torchdata.nodes.Loader that was asked for its state
+        ignores, at its next iteration, the one that it is given afterwards."""
+        return self.object.state_dict()
+
+    @cached_property
+    def tensors(self) -> dict[tuple[str, ...], Any]:
+        """Those of the object, by their paths."""
+        return {texts(one.path): one.value for one in self._present().values() if is_tensor(one.value)}
 
     def _paths(self, depth: int) -> dict[str, Path]:
         """The names of the checkpoint that are the object's, each with its path in the object's state."""
@@ -83,13 +93,12 @@ class ObjectPart:
 
     def add(self, full: str, path: Path) -> None:
         """Add one name."""
-        entry, tensor = self.contents.tensors.get(full), self.tensors.get(texts(path))
+        entry = self.contents.tensors.get(full)
         if entry is None:
             self.flat[full] = None
-        elif tensor is None or difference(tensor, entry):
-            self.flat[full] = self.made(path, entry)
-        else:
-            self.flat[full] = tensor
+            return
+        tensor = self.tensors.get(texts(path))
+        self.flat[full] = self.made(path, entry) if tensor is None or difference(tensor, entry) else tensor
 
     def made(self, path: Path, entry: TensorEntry) -> torch.Tensor:
         """A new tensor for an entry that the object does not have, or has in another form."""
@@ -103,7 +112,8 @@ class ObjectPart:
     def state_of(self, flat: Mapping[str, Any]) -> Any:
         """The object's state, of what was read."""
         mine = {full: flat[full] for full in self.paths}
-        return nest(mine, self.paths, self.structure, like=self.current)
+        like = None if self.structure.is_complete else self.current
+        return nest(mine, self.paths, self.structure, like=like)
 
 
 class ModulePart(ObjectPart):

@@ -1,0 +1,80 @@
+"""DDP and FSDP2 under torchrun itself, which gets SIGTERM in the place of its ranks and passes it on.
+
+python -m loops.by_torchrun FOLDER RUN          # RUN: the fields of a Run, as JSON; a rank
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.tensorboard import SummaryWriter
+
+import loaderkit
+from loops.common import NUM_EPOCHS, Rank, Run, loss_of, make_model, make_optimizer, scalars_in
+
+
+class Launched(Rank):
+    def signal(self) -> None:
+        if self.number == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+
+
+def run_ranks(run: Run, folder: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.num_ranks)]
+    command = [*launcher, "-m", "loops.by_torchrun", str(folder), json.dumps(asdict(run))]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode != 0 and run.signalled_at is None:
+        raise RuntimeError(f"{run.name}: {done.stderr}")
+
+
+def train(rank: Rank) -> None:
+    """Two models on the same batches: one has all weights on all ranks, the other is sharded."""
+    replicated, sharded = DistributedDataParallel(make_model()), make_model()
+    fully_shard(sharded)
+    models: dict[str, Any] = {"replicated": replicated, "sharded": sharded}
+    optimizers = {name: make_optimizer(model) for name, model in models.items()}
+    loader = rank.loader()
+    state: dict[str, Any] = {"models": models, "optimizers": optimizers, "loader": loader}
+    writer: Any = SummaryWriter(rank.logs) if rank.run.logs and rank.number == 0 else None  # type: ignore[no-untyped-call]
+    with loader, rank.notice() as checkpoints:
+        step = (checkpoints.restore(state, step=rank.run.resumes_at) or 0) if rank.run.resumes else 0
+        for _ in range(loader.epoch, NUM_EPOCHS):
+            for batch in loader:
+                step += 1
+                losses = []
+                for name, model in models.items():
+                    loss = loss_of(model, batch)
+                    optimizers[name].zero_grad()
+                    loss.backward()
+                    optimizers[name].step()
+                    losses.append(loss.detach())
+                rank.trained(step, batch, *losses)
+                if writer is not None:
+                    rank.logged(step, loaderkit.metrics.log(loader, writer, step))
+                checkpoints.save(step, state, force=step == rank.run.saves_at)
+                if checkpoints.reached_preemption(step):
+                    return
+    if writer is not None:
+        writer.close()
+
+
+def logged(folder: Path) -> dict[int, dict[str, float]]:
+    return scalars_in(folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(Launched(run=Run(**json.loads(sys.argv[2])), number=dist.get_rank(), folder=Path(sys.argv[1])))
+    dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""The table of docs/jobs/index.md: by every loop training resumes exactly, at other numbers of ranks too and after SIGTERM, and the
-loop's own logger has what the loader has waited for.
+"""The table of docs/jobs/index.md: by every loop training resumes exactly, at other numbers of ranks too and after SIGTERM, and
+the loop's own logger has what the loader has waited for.
 
 What each loop does is in tests/helpers/loops.
 """

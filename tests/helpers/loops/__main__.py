@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import traceback
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,11 +83,8 @@ def main(name: str, folder: Path, stop: int, signalled: int) -> None:
     torch.set_num_threads(1)
     import_all(folder)
     begin = getattr(loop, "run_ranks", partial(fork_ranks, loop.train))
-    first, *later = runs_of(stop, signalled)
-    begin(first, folder)
-    with getattr(loop, "session", nullcontext)():
-        for run in later:
-            begin(run, folder)
+    for run in runs_of(stop, signalled):
+        begin(run, folder)
     (folder / "logged.json").write_text(json.dumps(loop.logged(folder / "logs")))
 
 

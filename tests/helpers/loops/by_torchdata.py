@@ -20,7 +20,7 @@ def train(rank: Rank) -> None:
     optimizer, loader = make_optimizer(model), rank.loader()
     graph = nodes.Loader(loader.as_node())
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "graph": graph}
-    writer: Any = SummaryWriter(rank.logs) if rank.run.logs and rank.number == 0 else None  # type: ignore[no-untyped-call]
+    writer: Any = SummaryWriter(rank.logs) if rank.run.logs and rank.number == 0 else None
     with loader, rank.notice() as checkpoints:
         step = (checkpoints.restore(state, step=rank.run.resumes_at) or 0) if rank.run.resumes else 0
         while step < NUM_STEPS:

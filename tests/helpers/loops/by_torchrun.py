@@ -46,7 +46,7 @@ def train(rank: Rank) -> None:
     optimizers = {name: make_optimizer(model) for name, model in models.items()}
     loader = rank.loader()
     state: dict[str, Any] = {"models": models, "optimizers": optimizers, "loader": loader}
-    writer: Any = SummaryWriter(rank.logs) if rank.run.logs and rank.number == 0 else None  # type: ignore[no-untyped-call]
+    writer: Any = SummaryWriter(rank.logs) if rank.run.logs and rank.number == 0 else None
     with loader, rank.notice() as checkpoints:
         step = (checkpoints.restore(state, step=rank.run.resumes_at) or 0) if rank.run.resumes else 0
         for _ in range(loader.epoch, NUM_EPOCHS):

@@ -23,7 +23,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> loaderkit.Loader:
         return self.rank.loader()
 
-    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *_: Any, **__: Any) -> Any:
         loss = loss_of(model, inputs)
         self.rank.trained(self.state.global_step + 1, inputs, loss.detach())
         return loss

@@ -17,7 +17,7 @@ def train(rank: Rank) -> None:
     model = make_model()
     optimizer, loader = make_optimizer(model), rank.loader()
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
-    writer: Any = SummaryWriter(rank.logs) if rank.run.logs and rank.number == 0 else None  # type: ignore[no-untyped-call]
+    writer: Any = SummaryWriter(rank.logs) if rank.run.logs and rank.number == 0 else None
     with loader, rank.notice() as checkpoints:
         step = (checkpoints.restore(state, step=rank.run.resumes_at) or 0) if rank.run.resumes else 0
         for _ in range(loader.epoch, NUM_EPOCHS):

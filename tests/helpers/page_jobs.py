@@ -59,7 +59,14 @@ def undisturbed(folder: Path) -> list[tuple[str, str]]:
     apart.mkdir()
     for name in ("pipeline.yaml", "slow.py", "data"):
         (apart / name).symlink_to(folder / name)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", folder / "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(folder / "train.py"),
+    ]
     ran = subprocess.run(command, cwd=apart, check=True, capture_output=True, text=True)
     return STEP.findall(ran.stdout)
 

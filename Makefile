@@ -68,7 +68,7 @@ test: $(VENV)/.test
 integration: $(VENV)/.integration
 	$(PYTEST) -m "integration and not prove" --durations=10
 
-# New cases each time; the report's first lines say which seed draws them again.
+# New cases each time; the report's first lines say which seed draws them again. Needs Slurm, too; it says so where it is missing.
 prove: SHELL := bash
 prove: export LOADERKIT_SEED := $(or $(LOADERKIT_SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 prove: $(VENV)/.integration sanitize

@@ -11,6 +11,7 @@ PACKAGES = (
     "accelerate",
     "datasets",
     "ipykernel",
+    "kubernetes_validate",
     "lightning",
     "material",  # of mkdocs-material
     "nbclient",

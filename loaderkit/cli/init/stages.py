@@ -1,0 +1,142 @@
+"""Which stages fit what samples hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from loaderkit.cli.init.samples import Seen, SeenSamples
+from loaderkit.cli.init.sources import FoundSource
+
+_LEAST_SIDE = 8  # of a volume, in each of its three dimensions
+_LENGTH = 2048
+_TOKENS = ("input_ids", "tokens")
+_BESIDE_TOKENS = frozenset({"attention_mask", "token_type_ids", "special_tokens_mask", "position_ids"})
+
+
+class Line(NamedTuple):
+    """A stage of the file, its arguments, if any, and a comment."""
+
+    name: str
+    args: dict[str, Any] = {}  # noqa: RUF012 - read only
+    comment: str = ""
+
+
+def as_tokens(found: FoundSource, seen: SeenSamples) -> FoundSource:
+    """The same files as documents of tokens, if rows hold nothing else."""
+    names = [name for name in _TOKENS if name in seen.fields]
+    if found.section["kind"] not in ("parquet", "huggingface") or not names or "split" in found.section:
+        return found
+    if not _are_tokens(seen.fields[names[0]]) or not seen.fields.keys() <= {names[0], *_BESIDE_TOKENS}:
+        return found
+    column = {} if names[0] == "input_ids" else {"column": names[0]}
+    return replace(found, section={**found.section, "kind": "tokens", **column}, packs=True)
+
+
+def stages_for(found: FoundSource, seen: SeenSamples) -> list[Line]:
+    """The stages from `read` on."""
+    kinds = {name: few[0].kind for name, few in seen.fields.items()}
+    if found.packs:
+        num_tokens = sum(one.shape[0] for one in next(iter(seen.fields.values())) if one.shape)
+        num_sequences = num_tokens * seen.num // (_LENGTH * len(next(iter(seen.fields.values()))))
+        return [
+            Line("read"),
+            Line("pack", {"length": _LENGTH, "window": 20000}, "input_ids, position_ids, document_ids, cu_seqlens"),
+            *_ends(_fitting(8, num_sequences), {}),
+        ]
+    volumes = [name for name, few in seen.fields.items() if _is_volume(few, in_bytes=seen.is_encoded)]
+    pictures = [name for name, kind in kinds.items() if kind in ("picture", "video")]
+    lines = [Line("read", {}, "the bytes, or the values, of a sample")]
+    if found.section["kind"] in ("zarr", "hdf5"):
+        volumes = volumes if found.section["samples"] == "whole" else []
+    decode: dict[str, Any] = {}
+    if masks := [name for name, kind in kinds.items() if kind == "mask"]:
+        decode["masks"] = masks
+    if "video" in kinds.values():
+        decode["video"] = {"frames": 16, "stride": 4, "start": "random"}
+    if "audio" in kinds.values():
+        decode["audio"] = {"rate": 16000, "seconds": 4, "channels": 1, "start": "random", "length": "num_samples"}
+    if seen.is_encoded:
+        lines.append(Line("decode", decode, _said_of_decode(kinds)))
+    if pictures and found.moves:
+        lines.append(Line("random_resized_crop", {"size": 224}, "as in torchvision's v2; to validate: resize, center_crop"))
+        lines.append(Line("random_horizontal_flip", {}, "p: 0.5; remove it where left and right differ in meaning"))
+    elif pictures:
+        lines.append(Line("resize", {"size": [224, 224]}, "no crop or flip, which a text beside it would not follow"))
+    if volumes:
+        marked = [name for name in found.masks if name in volumes]
+        crop: dict[str, Any] = {"size": [96, 96, 96], "fields": volumes}
+        if marked:
+            crop |= {"foreground": marked[0], "labels": marked}
+        lines.append(Line("random_volume_crop", {**crop, "pad_if_needed": True}, "one window for all of them"))
+        lines.append(Line("random_volume_flip", {"fields": volumes}, "along each axis, p: 0.5"))
+    size = 4 if volumes else 8 if {"video", "audio"} & {*kinds.values()} else 64
+    left = {name: few for name, few in seen.fields.items() if name not in volumes}
+    lines += _ends(_fitting(size, seen.num), _unequal(left))
+    if pictures:
+        lines.append(Line("normalize", {"mean": "imagenet", "std": "imagenet"}, "(x / 255 - mean) / std, as float32"))
+    return lines
+
+
+def hints(seen: SeenSamples) -> list[str]:
+    """What cannot be seen in the data, and may be added."""
+    kinds = {name: few[0].kind for name, few in seen.fields.items()}
+    if chat := next((name for name, kind in kinds.items() if kind == "chat"), None):
+        return [
+            f"The chats are lists of messages. A tokenizer makes tokens and labels of them (docs/jobs/sft.md), before `batch`:",
+            f"  - tokenize: {{tokenizer: FOLDER, chat: {chat}, mask: prompt, max_length: {_LENGTH}}}",
+        ]
+    if text := next((name for name, kind in kinds.items() if kind == "text"), None):
+        return [
+            f"Texts stay texts, a list in each batch. A tokenizer makes input_ids of them, before `batch`:",
+            f"  - tokenize: {{tokenizer: FOLDER, text: {text}, max_length: {_LENGTH}}}",
+        ]
+    return []
+
+
+def _ends(size: int, forms: dict[str, Any]) -> list[Line]:
+    return [Line("batch", {"size": size, "drop_last": True, **forms}), Line("transfer", {"device": "auto"}, "to the GPU if there is one")]
+
+
+def _fitting(size: int, num: int) -> int:
+    """The largest power of two that is at most `size` and `num`, and at least 1."""
+    return min(size, 1 << max(0, num.bit_length() - 1))
+
+
+def _said_of_decode(kinds: dict[str, str]) -> str:
+    said = {
+        "picture": "uint8 pixels",
+        "pictures": "a list of pictures",
+        "video": "clips, of which only these frames are decoded",
+        "audio": "four seconds, at a random place",
+    }
+    return next((text for kind, text in said.items() if kind in kinds.values()), "what the files hold")
+
+
+def _unequal(fields: dict[str, list[Seen]]) -> dict[str, Any]:
+    """How `batch` takes arrays of unequal shape: of token ids the padding and its mask, of rows that differ in length
+    padding, and of others, and of pictures in lists, lists."""
+    ragged: dict[str, str] = {}
+    pads: dict[str, int] = {}
+    for name, few in fields.items():
+        shapes = {one.shape for one in few if one.kind == "array"}
+        if len(shapes) < 2:
+            continue
+        if name in _TOKENS or name == "labels" or name in _BESIDE_TOKENS:
+            pads[name] = -100 if name == "labels" else 0
+        else:
+            ragged[name] = "pad" if {len(shape) for shape in shapes} == {1} else "list"
+    forms: dict[str, Any] = {"ragged": ragged} if ragged else {}
+    if pads:
+        forms["pad_value"] = pads
+        if "attention_mask" not in fields and (tokens := next((name for name in _TOKENS if name in pads), None)):
+            forms["attention_mask"] = {"attention_mask": tokens}
+    return forms
+
+
+def _is_volume(few: list[Seen], *, in_bytes: bool) -> bool:
+    return all(one.kind == "array" and len(one.shape) == 3 and min(one.shape) >= _LEAST_SIDE for one in few)
+
+
+def _are_tokens(few: list[Seen]) -> bool:
+    return all(one.kind == "array" and len(one.shape) == 1 and "int" in one.dtype for one in few)

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,10 @@ from loaderkit.cli.check import checked_pipeline, said_of_fields
 from loaderkit.cli.outputs import check_free
 from loaderkit.cli.terminal import console
 from loaderkit.cli.terminal.options import Debug
-from loaderkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loaderkit.cli.init.sources import FoundSource
+    from loaderkit.cli.init.stages import Line
 
 _WIDTH = 48  # of a stage, before its comment
 
@@ -23,7 +26,9 @@ _WIDTH = 48  # of a stage, before its comment
 def init(
     place: Annotated[
         str,
-        typer.Argument(metavar="PLACE", help="A folder, a file, or a URL such as s3://bucket/data.", show_default=False),
+        typer.Argument(
+            metavar="PLACE", help="A folder, a file, or a URL such as s3://bucket/data.", show_default=False
+        ),
     ],
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="The pipeline that is written; - prints it.")] = (
         "pipeline.yaml"
@@ -51,9 +56,14 @@ def init(
     lines = stages_for(found, seen)
     stages = [{line.name: line.args} if line.args else line.name for line in lines]
     name = re.sub(r"[^\w.-]+", "-", place.rstrip("/").rpartition("/")[2]).strip("-.") or "pipeline"
-    pipeline = {"version": 1, "name": name, "source": found.section, "order": {"shuffle": _shuffle(found.section), "seed": 0}}
+    pipeline = {
+        "version": 1,
+        "name": name,
+        "source": found.section,
+        "order": {"shuffle": _shuffle(found.section), "seed": 0},
+    }
     checked = checked_pipeline({**pipeline, "stages": stages})
-    told = [f"{place}: {_said(checked, found.noun)}", *found.notes]
+    told = [f"{place}: {_said(checked, found)}", *found.notes]
     if is_cut:
         told.append("there are more names than were looked at")
     if bad := checked["num_bad_in_first_batch"]:
@@ -73,7 +83,11 @@ def init(
 
 def _shuffle(section: dict[str, Any]) -> str:
     """Blocks of neighbours, where a sample is a part of a file that is better read in pieces."""
-    return "block" if section["kind"] in ("tar", "parquet", "zarr", "hdf5", "huggingface") and section.get("samples") != "whole" else "global"
+    return (
+        "block"
+        if section["kind"] in ("tar", "parquet", "zarr", "hdf5", "huggingface") and section.get("samples") != "whole"
+        else "global"
+    )
 
 
 def _seen_from(url: str, path: Path | None) -> str:
@@ -83,25 +97,28 @@ def _seen_from(url: str, path: Path | None) -> str:
     return os.path.relpath(url, path.parent)
 
 
-def _said(checked: dict[str, Any], noun: str) -> str:
+def _said(checked: dict[str, Any], found: FoundSource) -> str:
     """What was seen: "1,300 JPEG files in 10 class folders"."""
-    num, classes = checked["num_listed"], checked["classes"]
-    if not noun.endswith("files") or noun[0].islower() or noun.startswith("Arrow"):
-        noun = f"samples in {noun}" if not noun.startswith("samples") else noun
-    return f"{num:,} {noun}" + ("" if classes is None else f" in {len(classes):,} classes")
+    num = "samples" if checked["num_listed"] is None else f"{checked['num_listed']:,}"
+    classes = "" if checked["classes"] is None else f" in {len(checked['classes']):,} class"
+    return f"{num} {found.noun}" + (classes and classes + (" folders" if "label" in found.section else "es"))
 
 
-def _text(pipeline: dict[str, Any], lines: list[Any], comments: list[str], checked: dict[str, Any]) -> str:
+def _text(pipeline: dict[str, Any], lines: list[Line], comments: list[str], checked: dict[str, Any]) -> str:
     from loaderkit._internal.config.yaml_text import to_yaml
 
     def flow(value: Any) -> str:
-        text = to_yaml(value, flow=True, width=2**20).removesuffix("\n").removesuffix("\n...")
-        return text.replace("${", "$${")  # a name, not a variable
+        return to_yaml(value, flow=True, width=2**20).removesuffix("\n").removesuffix("\n...")
 
     parts = [f"# {line}" if line else "#" for line in comments]
     parts += [f"version: 1", f"name: {flow(pipeline['name'])}", "", "source:"]
     parts += [f"  {key}: {flow(value)}" for key, value in pipeline["source"].items()]
-    parts += ["", "# The order is new in every epoch, and the same on every run.", f"order: {flow(pipeline['order'])}", ""]
+    parts += [
+        "",
+        "# The order is new in every epoch, and the same on every run.",
+        f"order: {flow(pipeline['order'])}",
+        "",
+    ]
     parts.append(f"# A batch has {', '.join(said_of_fields(checked))}.")
     parts.append("stages:")
     for line in lines:

@@ -45,11 +45,12 @@ class Place:
 @contextmanager
 def opened_place(url: str) -> Iterator[Place]:
     """Raises ConfigError for a glob and for a place without files, and what the connector raises."""
-    if re.search(r"[*?{]", url):
+    is_local = scheme_of(url) == "file"
+    if re.search(r"[*?{]", url) and not (is_local and Path(url.removeprefix("file://")).exists()):
         raise ConfigError(f"{url}: give the folder, without a pattern; the pipeline's `include` says which files")
     folder, slash, name = url.rpartition("/")
     may_be_file = "." in name.strip(".") and not folder.endswith(":/")
-    if scheme_of(url) == "file":
+    if is_local:
         may_be_file = Path(url.removeprefix("file://")).is_file()
     if may_be_file:
         with closing(open_connector(f"{folder}{slash}" or ".", {})) as connector:

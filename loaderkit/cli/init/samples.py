@@ -41,7 +41,7 @@ class SeenSamples(NamedTuple):
 
 def see_samples(found: FoundSource) -> SeenSamples:
     """Raises LoaderkitError, also if no sample that is tried can be read."""
-    decode = {"decode": {"masks": list(found.masks)}} if found.masks and found.moves else "decode"
+    decode = {"decode": {"masks": list(found.masks)}} if found.masks else "decode"
     section = {**found.section, "limit": _NUM_LISTED}
     config = to_config({"source": section, "stages": ["read", decode, {"batch": {"size": 1}}]})
     fields: dict[str, list[Seen]] = {}

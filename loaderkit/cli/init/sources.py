@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,17 @@ _LABELLED = ("pictures", "videos", "sounds")
 _BESIDE = ("txt", "json", "cls", "caption")
 _MOST_BEGIN = 64 << 10
 _ZARR = re.compile(r"(?:(.*)/)?(zarr\.json|\.zarray)")
+_NOUNS = {
+    "tar": "tar shards",
+    "parquet": "Parquet files",
+    "lines": "files of lines",
+    "tfrecord": "TFRecord files",
+    "mds": "MDS shards",
+    "huggingface": "Arrow files",
+    "tokens": ".bin files",
+    "zarr": "Zarr stores",
+    "hdf5": "HDF5 files",
+}
 _GUIDE = "docs/guide/sources.md says what can be read"
 
 
@@ -40,7 +51,8 @@ class FoundSource:
     section: dict[str, Any]
     noun: str
     notes: tuple[str, ...] = ()
-    masks: tuple[str, ...] = ()  # fields of class numbers
+    masks: tuple[str, ...] = ()  # pictures of class numbers
+    marks: tuple[str, ...] = ()  # volumes of class numbers
     moves: bool = True  # False: a field says something of a picture's places, or may
     packs: bool = False  # documents of tokens
 
@@ -80,6 +92,18 @@ def _kind_of(key: str, keys: frozenset[str]) -> str | None:
 
 def find_source(place: Place) -> FoundSource:
     """Raises ConfigError for what cannot be told, which says what was found and what to write."""
+    found = _found(place)
+    return replace(found, section=_literal(found.section))
+
+
+def _literal(value: Any) -> Any:
+    """The value, in which ${ is part of a name and no variable."""
+    if isinstance(value, dict):
+        return {key: _literal(one) for key, one in value.items()}
+    return value.replace("${", "$${") if isinstance(value, str) else value
+
+
+def _found(place: Place) -> FoundSource:
     every = [info.key for info in place.infos]
     if any(_ZARR.fullmatch(key) for key in every):
         return _zarr(place, every)
@@ -92,6 +116,10 @@ def find_source(place: Place) -> FoundSource:
         return _without_names(place, seen)
     if {*by_kind} <= {*_FILES} and (joined := _joined(place, seen, [*by_kind])) is not None:
         return joined
+    if "lines" in by_kind and len(by_kind) == 2 and (kind := next(iter({*by_kind} & {*_LABELLED}), None)):
+        folder, names, _, _ = without_other_splits(by_kind[kind])
+        if label_table(place, by_kind["lines"], folder, names) is not None:
+            del by_kind["lines"]
     if len(by_kind) > 1:
         found = " and ".join(f"{len(keys):,} of {kind} ({keys[0]})" for kind, keys in by_kind.items())
         one = common_folder(next(iter(by_kind.values()))) or "FOLDER/"
@@ -120,7 +148,7 @@ def find_source(place: Place) -> FoundSource:
         if deep or begin or (kind != "tfrecord" and endings != [usual[1:]]):
             shown = endings[0] if len(endings) == 1 else f"{{{','.join(endings)}}}"
             section["include"] = f"{deep}{begin}*{'.tfrec*' if kind == 'tfrecord' else shown}"
-    return FoundSource(section, f"{kind} files" if kind != "tar" else "tar shards", notes, packs=kind == "tokens")
+    return FoundSource(section, f"samples in {_NOUNS.get(kind, kind)}", notes, packs=kind == "tokens")
 
 
 def _without_names(place: Place, keys: list[str]) -> FoundSource:
@@ -140,7 +168,7 @@ def _without_names(place: Place, keys: list[str]) -> FoundSource:
                 section["format"] = "text"
             if not place.is_file and (ending == "json" or any("/" in name for name in names)):
                 section["include"] = f"{'**/' if any('/' in name for name in names) else ''}*.{ending}"
-            return FoundSource(section, "files of lines")
+            return FoundSource(section, "samples in files of lines")
     if any(counts[extension] for extension in ("bin", "")):
         write = (
             "raw numbers do not say their type: write `source: {kind: tokens, url: ..., dtype: uint16, end: 0}` for "
@@ -173,8 +201,12 @@ def _files(
     elif kind != "pictures":
         section["include"] = "**/*" + (f".{endings[0]}" if len(endings) == 1 else f".{{{','.join(endings)}}}")
         if kind == "scans":
-            section["include"] = "**/*.{nii,nii.gz}" if len({_said(name) for name in names}) > 1 else f"**/*.{_last(names)}"
-    table = label_table(place, [key for key in seen if extension_of(key).lower() in ("csv", "tsv", "json", "jsonl")], folder, names)
+            section["include"] = (
+                "**/*.{nii,nii.gz}" if len({_said(name) for name in names}) > 1 else f"**/*.{_last(names)}"
+            )
+    table = label_table(
+        place, [key for key in seen if extension_of(key).lower() in ("csv", "tsv", "json", "jsonl")], folder, names
+    )
     has_classes = kind in _LABELLED and all("/" in name for name in names)
     if table is not None and has_classes:
         raise ConfigError(
@@ -185,7 +217,7 @@ def _files(
         if "/" in table["file"] or folder:  # the table's path counts from `url`
             top = common_folder([table["file"], f"{folder}{names[0]}"])
             section["url"] = place.under(top)
-            section["include"] = f"{folder[len(top):]}{section.get('include', '**/*.' + _braces(endings))}"
+            section["include"] = f"{folder[len(top) :]}{section.get('include', '**/*.' + _braces(endings))}"
             table = {**table, "file": table["file"][len(top) :]}
         section["labels"] = table
     elif has_classes:
@@ -209,7 +241,9 @@ def _braces(endings: list[str]) -> str:
 
 def _said(name: str) -> str:
     extension = last_extension(name.lower())
-    return {"jpg": "JPEG", "tif": "TIFF", "nii.gz": "NIfTI", "nii": "NIfTI", "npy": ".npy"}.get(extension, extension.upper())
+    return {"jpg": "JPEG", "tif": "TIFF", "nii.gz": "NIfTI", "nii": "NIfTI", "npy": ".npy"}.get(
+        extension, extension.upper()
+    )
 
 
 def _joined(place: Place, seen: list[str], kinds: list[str]) -> FoundSource | None:
@@ -235,12 +269,16 @@ def _joined(place: Place, seen: list[str], kinds: list[str]) -> FoundSource | No
     partners = [group for group in groups if group != first and len(groups[group].keys() & stems) * 2 > len(stems)]
     if not partners:
         return None
-    fields, masks = {"image": first}, []
+    fields, masks, marks = {"image": first}, list[str](), list[str]()
     for group in partners:
-        name = re.sub(r"\W", "_", group[0].rstrip("/").removesuffix("s")) or FieldMap(None, {"cls": "label"}).field_of(group[1])
+        name = re.sub(r"\W", "_", group[0].rstrip("/").removesuffix("s")) or FieldMap(None, {"cls": "label"}).field_of(
+            group[1]
+        )
         fields[str(name)] = group
-        if group[1] == "image" or first[1] in ("nii", "nii.gz", "npy"):
+        if group[1] == "image":
             masks.append(str(name))
+        elif first[1] != "image":
+            marks.append(str(name))
     if "npz" in {kind for _, kind in partners}:
         raise ConfigError(
             f"{place.under(folder)} has pictures and, of the same names, .npz: pipelines/detection.yaml shows how boxes and masks "
@@ -256,8 +294,9 @@ def _joined(place: Place, seen: list[str], kinds: list[str]) -> FoundSource | No
         name: f"{top}*.{_braces(sorted({*groups[top, kind].values()}))}" for name, (top, kind) in fields.items()
     }
     section = {"kind": "files", "url": place.under(folder), "fields": patterns}
+    notes = tuple(filter(None, [note]))
     moves = len(masks) == len(partners)
-    return FoundSource(section, f"samples of {', '.join(patterns)}", tuple(filter(None, [note])), tuple(masks), moves)
+    return FoundSource(section, f"samples of {', '.join(patterns)}", notes, tuple(masks), tuple(marks), moves)
 
 
 def _of_index(place: Place, kind: str, seen: list[str], keys: list[str]) -> FoundSource:
@@ -266,8 +305,12 @@ def _of_index(place: Place, kind: str, seen: list[str], keys: list[str]) -> Foun
     folders = sorted({key.rpartition("/")[0] for key in seen if key.rpartition("/")[2] in marks})
     folders = [folder for folder in folders if any(key.rpartition("/")[0] == folder for key in keys)]
     if not folders or place.is_file:
-        raise ConfigError(f"{place.connector.describe(keys[0])} has no {' or '.join(marks)} beside it: name the folder that has both")
-    chosen = folders[0] if len(folders) == 1 else next((one for one in folders if one.rpartition("/")[2] == "train"), None)
+        raise ConfigError(
+            f"{place.connector.describe(keys[0])} has no {' or '.join(marks)} beside it: name the folder that has both"
+        )
+    chosen = (
+        folders[0] if len(folders) == 1 else next((one for one in folders if one.rpartition("/")[2] == "train"), None)
+    )
     if chosen is None:
         raise ConfigError(f"{place.url} has several data sets, {', '.join(folders[:5])}: name the folder of one")
     others = ", ".join(folder for folder in folders if folder != chosen)
@@ -275,12 +318,16 @@ def _of_index(place: Place, kind: str, seen: list[str], keys: list[str]) -> Foun
     section: dict[str, Any] = {"kind": kind, "url": place.under(chosen)}
     files = [key.rpartition("/")[2] for key in keys if key.rpartition("/")[0] == chosen]
     if kind == "huggingface" and f"{chosen}/state.json".lstrip("/") not in seen:  # the cache, with splits in one folder
-        splits = {match[1] for name in files if (match := re.fullmatch(r"[^/]+?-([^-]+)(?:-\d{5}-of-\d{5})?\.arrow", name))}
+        splits = {
+            match[1] for name in files if (match := re.fullmatch(r"[^/]+?-([^-]+)(?:-\d{5}-of-\d{5})?\.arrow", name))
+        }
         if len(splits) > 1:
             if "train" not in splits:
-                raise ConfigError(f"{place.under(chosen)} has several splits: write `split:` with one of {', '.join(sorted(splits))}")
+                raise ConfigError(
+                    f"{place.under(chosen)} has several splits: write `split:` with one of {', '.join(sorted(splits))}"
+                )
             section["split"] = "train"
-    return FoundSource(section, {"mds": "MDS shards", "huggingface": "Arrow files"}[kind], notes)
+    return FoundSource(section, f"samples in {_NOUNS[kind]}", notes)
 
 
 def _numbers(place: Place, keys: list[str], *, is_tokens: bool) -> FoundSource:
@@ -288,7 +335,11 @@ def _numbers(place: Place, keys: list[str], *, is_tokens: bool) -> FoundSource:
     if place.is_file:
         window = {"window": 2049} if is_tokens else {}
         notes = ("windows of one text, 2,048 tokens and the next one",) if is_tokens else ()
-        return FoundSource({"kind": "array", "url": place.url, "field": "tokens" if is_tokens else "data", **window}, ".npy file", notes)
+        return FoundSource(
+            {"kind": "array", "url": place.url, "field": "tokens" if is_tokens else "data", **window},
+            "samples of a .npy file",
+            notes,
+        )
     folder, names, begin, note = without_other_splits(keys)
     lasts = set()
     for name in names[:16]:
@@ -306,7 +357,7 @@ def _numbers(place: Place, keys: list[str], *, is_tokens: bool) -> FoundSource:
     if begin or any("/" in name for name in names):
         section["include"] = f"{'**/' if any('/' in name for name in names) else ''}{begin}*.npy"
     notes = (f"all files end with the token {section['end']}, so it is taken to end documents", note)
-    return FoundSource(section, ".npy files of tokens", tuple(filter(None, notes)), packs=True)
+    return FoundSource(section, "documents in .npy files", tuple(filter(None, notes)), packs=True)
 
 
 def _zarr(place: Place, keys: list[str]) -> FoundSource:
@@ -355,5 +406,7 @@ def _arrays(place: Place, section: dict[str, Any], shapes: dict[str, tuple[int, 
         name = re.sub(r"\W", "_", path.rpartition("/")[2]) or "data"
         fields[re.sub(r"\W", "_", path) if name in fields else name] = path
     samples = "whole" if are_volumes else "rows"
-    masks = tuple(name for name in fields if re.search("label|mask|seg", name)) if are_volumes else ()
-    return FoundSource({**section, "samples": samples, "fields": fields}, f"{section['kind']} stores", masks=masks)
+    marks = tuple(name for name in fields if re.search("label|mask|seg", name)) if are_volumes else ()
+    return FoundSource(
+        {**section, "samples": samples, "fields": fields}, f"samples in {num:,} {_NOUNS[section['kind']]}", marks=marks
+    )

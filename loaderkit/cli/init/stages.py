@@ -59,12 +59,14 @@ def stages_for(found: FoundSource, seen: SeenSamples) -> list[Line]:
     if seen.is_encoded:
         lines.append(Line("decode", decode, _said_of_decode(kinds)))
     if pictures and found.moves:
-        lines.append(Line("random_resized_crop", {"size": 224}, "as in torchvision's v2; to validate: resize, center_crop"))
+        lines.append(
+            Line("random_resized_crop", {"size": 224}, "as in torchvision's v2; to validate: resize, center_crop")
+        )
         lines.append(Line("random_horizontal_flip", {}, "p: 0.5; remove it where left and right differ in meaning"))
     elif pictures:
         lines.append(Line("resize", {"size": [224, 224]}, "no crop or flip, which a text beside it would not follow"))
     if volumes:
-        marked = [name for name in found.masks if name in volumes]
+        marked = [name for name in found.marks if name in volumes]
         crop: dict[str, Any] = {"size": [96, 96, 96], "fields": volumes}
         if marked:
             crop |= {"foreground": marked[0], "labels": marked}
@@ -95,7 +97,10 @@ def hints(seen: SeenSamples) -> list[str]:
 
 
 def _ends(size: int, forms: dict[str, Any]) -> list[Line]:
-    return [Line("batch", {"size": size, "drop_last": True, **forms}), Line("transfer", {"device": "auto"}, "to the GPU if there is one")]
+    return [
+        Line("batch", {"size": size, "drop_last": True, **forms}),
+        Line("transfer", {"device": "auto"}, "to the GPU if there is one"),
+    ]
 
 
 def _fitting(size: int, num: int) -> int:

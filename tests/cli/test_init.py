@@ -259,7 +259,7 @@ def test_lines(form: str, numbers: Rng, monkeypatch: pytest.MonkeyPatch) -> None
     name = next(Path("data").glob("*.*")).name
     parsed = [{"text": line} if form == "text" else json.loads(line) for line in lines]
     compare(first_batch(pipeline), {f"{name}:{number}": value for number, value in enumerate(parsed, 1)})
-    assert ("tokenize" in Path("pipeline.yaml").read_text()) == True
+    assert "tokenize" in Path("pipeline.yaml").read_text()
 
 
 def test_tfrecords(numbers: Rng) -> None:
@@ -420,6 +420,10 @@ def _twice(numbers: Rng) -> dict[str, bytes]:
     return {"a.png": picture(numbers)[0], "b.jsonl": b'{"x": 1}\n', "c.jsonl": b'{"x": 2}\n'}
 
 
+def _pictures(*names: str, **others: bytes) -> Callable[[Rng], dict[str, bytes]]:
+    return lambda rng: {**{name: picture(rng)[0] for name in names}, **{"t.csv": data for data in others.values()}}
+
+
 REFUSED: dict[str, tuple[Callable[[Rng], dict[str, bytes]], str]] = {
     "two kinds": (_twice, "several kinds, 1 of pictures (a.png) and 2 of lines (b.jsonl)"),
     "nothing": (lambda rng: {}, "there is no file"),
@@ -428,15 +432,13 @@ REFUSED: dict[str, tuple[Callable[[Rng], dict[str, bytes]], str]] = {
     "raw": (lambda rng: {"a.bin": b"xx"}, "write `source: {kind: tokens, url: ..., dtype: uint16, end: 0}`"),
     "document": (lambda rng: {"a.json": b'[\n{"a": 1}]'}, "one JSON document, not one object a line"),
     "tables": (lambda rng: {"a.csv": b"a,b\n"}, "convert them"),
-    "loose": (lambda rng: {"a/0.png": picture(rng)[0], "b/1.png": picture(rng)[0], "2.png": picture(rng)[0]}, "2.png: name the folder"),
-    "both": (
-        lambda rng: {"a/0.png": picture(rng)[0], "b/1.png": picture(rng)[0], "t.csv": b"name,label\n0,x\n1,y\n"},
-        "class folders and the table t.csv",
-    ),
-    "columns": (lambda rng: {"0.png": picture(rng)[0], "t.csv": b"name,u,v\n0,1,2\n"}, "which column is the label cannot be told of u, v"),
-    "damaged": (lambda rng: {"a/0.png": b"\x89PNG", "b/0.png": b"\x89PNG"}, "none of the 2 samples that were tried can be read"),
-    "end": (lambda rng: {"a.npy": saved_array([1, 2]), "b.npy": saved_array([1, 3])}, "which token ends a document cannot be seen"),
-}  # fmt: skip
+    "loose": (_pictures("a/0.png", "b/1.png", "2.png"), "1 beside them, such as 2.png: name the folder"),
+    "both": (_pictures("a/0.png", "b/1.png", t=b"name,label\n0,x\n1,y\n"), "class folders and the table t.csv"),
+    "columns": (_pictures("0.png", t=b"name,u,v\n0,1,2\n"), "which column is the label cannot be told of u, v"),
+    "damaged": (lambda rng: {"a/0.png": b"\x89PNG", "b/0.png": b"\x89PNG"}, "none of the 2 samples that were tried"),
+    "end": (lambda rng: {"a.npy": saved_array([1, 2]), "b.npy": saved_array([1, 3])}, "which token ends a document"),
+    "partner": (_pictures("images/0.png", "images/1.png", "images/2.png", "masks/0.png", "masks/1.png"), "no partner"),
+}
 
 
 def saved_array(values: list[int]) -> bytes:

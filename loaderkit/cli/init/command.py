@@ -17,7 +17,7 @@ from loaderkit.cli.terminal import console
 from loaderkit.cli.terminal.options import Debug
 
 if TYPE_CHECKING:
-    from loaderkit.cli.init.sources import FoundSource
+    from loaderkit.cli.init.kinds import FoundSource
     from loaderkit.cli.init.stages import Line
 
 _WIDTH = 48  # of a stage, before its comment
@@ -111,7 +111,7 @@ def _text(pipeline: dict[str, Any], lines: list[Line], comments: list[str], chec
         return to_yaml(value, flow=True, width=2**20).removesuffix("\n").removesuffix("\n...")
 
     parts = [f"# {line}" if line else "#" for line in comments]
-    parts += [f"version: 1", f"name: {flow(pipeline['name'])}", "", "source:"]
+    parts += ["version: 1", f"name: {flow(pipeline['name'])}", "", "source:"]
     parts += [f"  {key}: {flow(value)}" for key, value in pipeline["source"].items()]
     parts += [
         "",

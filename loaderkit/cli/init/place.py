@@ -34,9 +34,13 @@ class Place:
         """The URL of a folder of it, or of a file."""
         return self.url if self.is_file or not folder else f"{self.url.rstrip('/')}/{folder.rstrip('/')}"
 
+    def info(self, key: str) -> ObjectInfo:
+        """What was listed of a key."""
+        return next(info for info in self.infos if info.key == key)
+
     def begin(self, key: str, most: int) -> bytes:
         """The first bytes of an object."""
-        info = next(info for info in self.infos if info.key == key)
+        info = self.info(key)
         data = bytearray(min(info.size, most))
         self.connector.read_into(key, 0, memoryview(data), etag=info.etag)
         return bytes(data)
@@ -75,7 +79,7 @@ def common_folder(keys: list[str]) -> str:
     return low[: low.rfind("/", 0, same) + 1]
 
 
-def without_other_splits(keys: list[str]) -> tuple[str, list[str], str, str]:
+def without_other_splits(keys: list[str]) -> tuple[str, list[str], str, tuple[str, ...]]:
     """The folder in which all keys lie, the keys below it, what their names begin with, and what was left out, in words.
 
     Of folders, or of files, that are all called by splits only those of the training split are taken.
@@ -88,10 +92,10 @@ def without_other_splits(keys: list[str]) -> tuple[str, list[str], str, str]:
             if split in of_folders:
                 kept = [key for key in keys if key.startswith(f"{folder}{split}/")]
                 inner, names, begin, _ = without_other_splits(kept)
-                return inner, names, begin, _SPLIT_NOTE.format(split, ", ".join(sorted(of_folders - {split})))
+                return inner, names, begin, (_SPLIT_NOTE.format(split, ", ".join(sorted(of_folders - {split}))),)
     matches = [_OF_SPLIT.match(name) for name in names]
     of_files = {match[1] if match else "" for match in matches}
-    if "train" in of_files and len(of_files) > 1 and "" not in of_files:
+    if "train" in of_files and len(of_files) > 1 and "" not in of_files and not of_folders:
         kept = [name for name in names if name.startswith("train")]
-        return folder, kept, "train", _SPLIT_NOTE.format("train", ", ".join(sorted(of_files - {"train"})))
-    return folder, names, "", ""
+        return folder, kept, "train", (_SPLIT_NOTE.format("train", ", ".join(sorted(of_files - {"train"}))),)
+    return folder, names, "", ()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from loaderkit.cli.init.sources import FoundSource
+from loaderkit.cli.init.kinds import FoundSource
 from loaderkit.errors import SourceError
 from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.execution_plan import compile_pipeline
@@ -70,19 +70,17 @@ def see_samples(found: FoundSource) -> SeenSamples:
     return SeenSamples(fields, is_encoded, num)
 
 
+_KINDS: dict[type, str] = {Pictures: "pictures", str: "text"}
+
+
 def _seen(read: Any, value: Any) -> Seen:
-    if isinstance(read, Encoded) and read.extension in VIDEO_EXTENSIONS:
-        return Seen("video")
-    if isinstance(read, Encoded) and read.extension in AUDIO_EXTENSIONS:
-        return Seen("audio")
+    if isinstance(read, Encoded) and read.extension in VIDEO_EXTENSIONS | AUDIO_EXTENSIONS:
+        return Seen("video" if read.extension in VIDEO_EXTENSIONS else "audio")
     if isinstance(value, Image):
         return Seen("mask" if value.mask else "picture")
-    if isinstance(value, Pictures):
-        return Seen("pictures")
-    if isinstance(value, str):
-        return Seen("text")
+    if type(value) in _KINDS:
+        return Seen(_KINDS[type(value)])
     if (found := shape_and_dtype(value)) is not None:
         return Seen("array" if found[0] else "number", *found)
-    if isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value):
-        return Seen("chat")
-    return Seen("other")
+    is_chat = isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value)
+    return Seen("chat" if is_chat else "other")

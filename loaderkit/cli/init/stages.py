@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from loaderkit.cli.init.kinds import FoundSource
 from loaderkit.cli.init.samples import Seen, SeenSamples
-from loaderkit.cli.init.sources import FoundSource
 
 _LEAST_SIDE = 8  # of a volume, in each of its three dimensions
 _LENGTH = 2048
@@ -85,12 +85,12 @@ def hints(seen: SeenSamples) -> list[str]:
     kinds = {name: few[0].kind for name, few in seen.fields.items()}
     if chat := next((name for name, kind in kinds.items() if kind == "chat"), None):
         return [
-            f"The chats are lists of messages. A tokenizer makes tokens and labels of them (docs/jobs/sft.md), before `batch`:",
+            "The chats are lists of messages. A tokenizer makes tokens and labels of them (docs/jobs/sft.md), before `batch`:",
             f"  - tokenize: {{tokenizer: FOLDER, chat: {chat}, mask: prompt, max_length: {_LENGTH}}}",
         ]
     if text := next((name for name, kind in kinds.items() if kind == "text"), None):
         return [
-            f"Texts stay texts, a list in each batch. A tokenizer makes input_ids of them, before `batch`:",
+            "Texts stay texts, a list in each batch. A tokenizer makes input_ids of them, before `batch`:",
             f"  - tokenize: {{tokenizer: FOLDER, text: {text}, max_length: {_LENGTH}}}",
         ]
     return []

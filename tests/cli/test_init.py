@@ -122,6 +122,7 @@ def test_class_folders(numbers: Rng, capsys: pytest.CaptureFixture[str]) -> None
     assert "there are others as well: val" in out
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("form", ["csv", "tsv", "json", "jsonl", "none"])
 def test_a_flat_folder(form: str, numbers: Rng) -> None:
     """Labels of a table beside the folder, if there is one whose column names the files."""
@@ -338,6 +339,7 @@ def test_volumes(form: str, numbers: Rng) -> None:
     compare(first_batch(pipeline), expected)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kind", ["zarr", "hdf5"])
 @pytest.mark.parametrize("samples", ["rows", "whole"])
 def test_containers(kind: str, samples: str, numbers: Rng) -> None:
@@ -420,8 +422,9 @@ def _twice(numbers: Rng) -> dict[str, bytes]:
     return {"a.png": picture(numbers)[0], "b.jsonl": b'{"x": 1}\n', "c.jsonl": b'{"x": 2}\n'}
 
 
-def _pictures(*names: str, **others: bytes) -> Callable[[Rng], dict[str, bytes]]:
-    return lambda rng: {**{name: picture(rng)[0] for name in names}, **{"t.csv": data for data in others.values()}}
+def _pictures(*names: str, table: bytes = b"") -> Callable[[Rng], dict[str, bytes]]:
+    tables = {"t.csv": table} if table else {}
+    return lambda rng: {name: picture(rng)[0] for name in names} | tables
 
 
 REFUSED: dict[str, tuple[Callable[[Rng], dict[str, bytes]], str]] = {
@@ -433,8 +436,8 @@ REFUSED: dict[str, tuple[Callable[[Rng], dict[str, bytes]], str]] = {
     "document": (lambda rng: {"a.json": b'[\n{"a": 1}]'}, "one JSON document, not one object a line"),
     "tables": (lambda rng: {"a.csv": b"a,b\n"}, "convert them"),
     "loose": (_pictures("a/0.png", "b/1.png", "2.png"), "1 beside them, such as 2.png: name the folder"),
-    "both": (_pictures("a/0.png", "b/1.png", t=b"name,label\n0,x\n1,y\n"), "class folders and the table t.csv"),
-    "columns": (_pictures("0.png", t=b"name,u,v\n0,1,2\n"), "which column is the label cannot be told of u, v"),
+    "both": (_pictures("a/0.png", "b/1.png", table=b"name,label\n0,x\n1,y\n"), "class folders and the table t.csv"),
+    "columns": (_pictures("0.png", table=b"name,u,v\n0,1,2\n"), "which column is the label cannot be told of u, v"),
     "damaged": (lambda rng: {"a/0.png": b"\x89PNG", "b/0.png": b"\x89PNG"}, "none of the 2 samples that were tried"),
     "end": (lambda rng: {"a.npy": saved_array([1, 2]), "b.npy": saved_array([1, 3])}, "which token ends a document"),
     "partner": (_pictures("images/0.png", "images/1.png", "images/2.png", "masks/0.png", "masks/1.png"), "no partner"),

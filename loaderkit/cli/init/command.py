@@ -15,6 +15,7 @@ from loaderkit.cli.check import checked_pipeline, said_of_fields
 from loaderkit.cli.outputs import check_free
 from loaderkit.cli.terminal import console
 from loaderkit.cli.terminal.options import Debug
+from loaderkit.errors import printable
 
 if TYPE_CHECKING:
     from loaderkit.cli.init.kinds import FoundSource
@@ -82,17 +83,16 @@ def init(
 
 
 def _shuffle(section: dict[str, Any]) -> str:
-    """Blocks of neighbours, where a sample is a part of a file that is better read in pieces."""
-    return (
-        "block"
-        if section["kind"] in ("tar", "parquet", "zarr", "hdf5", "huggingface") and section.get("samples") != "whole"
-        else "global"
+    """Blocks of neighbours, where several samples are read or unpacked together."""
+    are_parts = (
+        section["kind"] in ("tar", "parquet", "zarr", "hdf5", "huggingface") and section.get("samples") != "whole"
     )
+    return "block" if are_parts else "global"
 
 
 def _seen_from(url: str, path: Path | None) -> str:
     """The URL as it stands in the file: a relative path counts from there."""
-    if "://" in url or os.path.isabs(url) or path is None or url.startswith("~"):
+    if "://" in url or os.path.isabs(url) or path is None:
         return url
     return os.path.relpath(url, path.parent)
 
@@ -110,17 +110,11 @@ def _text(pipeline: dict[str, Any], lines: list[Line], comments: list[str], chec
     def flow(value: Any) -> str:
         return to_yaml(value, flow=True, width=2**20).removesuffix("\n").removesuffix("\n...")
 
-    parts = [f"# {line}" if line else "#" for line in comments]
+    parts = [f"# {printable(line)}" for line in comments]
     parts += ["version: 1", f"name: {flow(pipeline['name'])}", "", "source:"]
     parts += [f"  {key}: {flow(value)}" for key, value in pipeline["source"].items()]
-    parts += [
-        "",
-        "# The order is new in every epoch, and the same on every run.",
-        f"order: {flow(pipeline['order'])}",
-        "",
-    ]
-    parts.append(f"# A batch has {', '.join(said_of_fields(checked))}.")
-    parts.append("stages:")
+    parts += ["", "# The order is new in every epoch, and the same on every run.", f"order: {flow(pipeline['order'])}"]
+    parts += ["", f"# A batch has {printable(', '.join(said_of_fields(checked)))}.", "stages:"]
     for line in lines:
         item = f"  - {line.name}" + (f": {flow(line.args)}" if line.args else "")
         parts.append(f"{item:<{_WIDTH}}# {line.comment}" if line.comment else item)

@@ -33,8 +33,8 @@ def files_source(place: Place, kind: str, keys: list[str]) -> FoundSource:
     table = label_table(place, folder, names)
     if table is not None and not num_loose:
         raise ConfigError(
-            f"{place.url} has class folders and the table {table['file']}, which names the files as well: write `label: parent` "
-            f"or `labels: {json.dumps(table)}`, or move the table away"
+            f"{place.url} has class folders and the table {table['file']}, which names the files, too: write `label: "
+            f"parent` or `labels: {json.dumps(table)}`, or move the table away"
         )
     if table is not None:  # whose path counts from `url`
         top = common_folder([table["file"], f"{folder}{names[0]}"])

@@ -33,8 +33,8 @@ def label_table(place: Place, folder: str, names: list[str]) -> dict[str, Any] |
     if len(found) > 1:
         files = " and ".join(labels["file"] for labels in found)
         raise ConfigError(
-            f"{place.url} has several tables that name the files, {files}: move all but one away, or write `labels: {{file: ..., "
-            "key: ..., value: ...}`"
+            f"{place.url} has several tables that name the files, {files}: move all but one away, or write `labels: {{file: "
+            "..., key: ..., value: ...}`"
         )
     return found[0] if found else None
 

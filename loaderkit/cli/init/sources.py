@@ -59,18 +59,19 @@ def _found(place: Place) -> FoundSource:
     if (stores := zarr_source(place)) is not None:
         return stores
     kinds = by_kind(place)
-    if not kinds:
-        return _by_content(place)
-    if kinds.keys() <= OF_FILES and (joined := joined_source(place)) is not None:
+    if kinds and kinds.keys() <= OF_FILES and (joined := joined_source(place)) is not None:
         return joined
-    kind, keys = _only(place, kinds)
-    if kind in ("mds", "huggingface"):
-        return _described(place, kind, keys)
-    if kind == "hdf5":
-        return hdf5_source(place, keys)
+    return _of_kind(place, *_only(place, kinds)) if kinds else _by_content(place)
+
+
+def _of_kind(place: Place, kind: str, keys: list[str]) -> FoundSource:
     if kind == "arrays" and (numbers := npy_source(place, keys)) is not None:
         return numbers
-    return files_source(place, kind, keys) if kind in OF_FILES else _shards(place, kind, keys)
+    if kind in OF_FILES:
+        return files_source(place, kind, keys)
+    if kind in ("mds", "huggingface"):
+        return _described(place, kind, keys)
+    return hdf5_source(place, keys) if kind == "hdf5" else _shards(place, kind, keys)
 
 
 def _only(place: Place, kinds: dict[str, list[str]]) -> tuple[str, list[str]]:

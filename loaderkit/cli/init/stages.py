@@ -22,6 +22,19 @@ class Line(NamedTuple):
     comment: str = ""
 
 
+_DECODED = {
+    "picture": "uint8 pixels",
+    "pictures": "a list of pictures",
+    "video": "clips, of which only these frames are decoded",
+    "audio": "four seconds, at a random place",
+}
+_MOVES = (
+    Line("random_resized_crop", {"size": 224}, "as in torchvision's v2; to validate: resize, center_crop"),
+    Line("random_horizontal_flip", {}, "p: 0.5; remove it where left and right differ in meaning"),
+)
+_NO_MOVES = (Line("resize", {"size": [224, 224]}, "no crop or flip, which a text beside it would not follow"),)
+
+
 def as_tokens(found: FoundSource, seen: SeenSamples) -> FoundSource:
     """The same files as documents of tokens, if rows hold nothing else."""
     names = [name for name in _TOKENS if name in seen.fields]
@@ -35,49 +48,54 @@ def as_tokens(found: FoundSource, seen: SeenSamples) -> FoundSource:
 
 def stages_for(found: FoundSource, seen: SeenSamples) -> list[Line]:
     """The stages from `read` on."""
-    kinds = {name: few[0].kind for name, few in seen.fields.items()}
     if found.packs:
-        num_tokens = sum(one.shape[0] for one in next(iter(seen.fields.values())) if one.shape)
-        num_sequences = num_tokens * seen.num // (_LENGTH * len(next(iter(seen.fields.values()))))
-        return [
-            Line("read"),
-            Line("pack", {"length": _LENGTH, "window": 20000}, "input_ids, position_ids, document_ids, cu_seqlens"),
-            *_ends(_fitting(8, num_sequences), {}),
-        ]
-    volumes = [name for name, few in seen.fields.items() if _is_volume(few, in_bytes=seen.is_encoded)]
+        return _packed(seen)
+    kinds = {name: few[0].kind for name, few in seen.fields.items()}
     pictures = [name for name, kind in kinds.items() if kind in ("picture", "video")]
+    volumes: list[str] = []
+    if found.section["kind"] in ("files", "tar") or found.section.get("samples") == "whole":
+        volumes = [name for name, few in seen.fields.items() if _is_volume(few)]
     lines = [Line("read", {}, "the bytes, or the values, of a sample")]
-    if found.section["kind"] in ("zarr", "hdf5"):
-        volumes = volumes if found.section["samples"] == "whole" else []
-    decode: dict[str, Any] = {}
-    if masks := [name for name, kind in kinds.items() if kind == "mask"]:
-        decode["masks"] = masks
-    if "video" in kinds.values():
-        decode["video"] = {"frames": 16, "stride": 4, "start": "random"}
-    if "audio" in kinds.values():
-        decode["audio"] = {"rate": 16000, "seconds": 4, "channels": 1, "start": "random", "length": "num_samples"}
     if seen.is_encoded:
-        lines.append(Line("decode", decode, _said_of_decode(kinds)))
-    if pictures and found.moves:
-        lines.append(
-            Line("random_resized_crop", {"size": 224}, "as in torchvision's v2; to validate: resize, center_crop")
-        )
-        lines.append(Line("random_horizontal_flip", {}, "p: 0.5; remove it where left and right differ in meaning"))
-    elif pictures:
-        lines.append(Line("resize", {"size": [224, 224]}, "no crop or flip, which a text beside it would not follow"))
+        lines.append(_decode(kinds))
+    if pictures:
+        lines += _MOVES if found.moves else _NO_MOVES
     if volumes:
-        marked = [name for name in found.marks if name in volumes]
-        crop: dict[str, Any] = {"size": [96, 96, 96], "fields": volumes}
-        if marked:
-            crop |= {"foreground": marked[0], "labels": marked}
-        lines.append(Line("random_volume_crop", {**crop, "pad_if_needed": True}, "one window for all of them"))
-        lines.append(Line("random_volume_flip", {"fields": volumes}, "along each axis, p: 0.5"))
+        lines += _of_volumes(volumes, [name for name in found.marks if name in volumes])
     size = 4 if volumes else 8 if {"video", "audio"} & {*kinds.values()} else 64
     left = {name: few for name, few in seen.fields.items() if name not in volumes}
     lines += _ends(_fitting(size, seen.num), _unequal(left))
     if pictures:
         lines.append(Line("normalize", {"mean": "imagenet", "std": "imagenet"}, "(x / 255 - mean) / std, as float32"))
     return lines
+
+
+def _packed(seen: SeenSamples) -> list[Line]:
+    (few,) = seen.fields.values()
+    num_tokens = sum(one.shape[0] for one in few) * seen.num // len(few)
+    pack = Line("pack", {"length": _LENGTH, "window": 20000}, "input_ids, position_ids, document_ids, cu_seqlens")
+    return [Line("read"), pack, *_ends(_fitting(8, num_tokens // _LENGTH), {})]
+
+
+def _decode(kinds: dict[str, str]) -> Line:
+    args: dict[str, Any] = {}
+    if masks := [name for name, kind in kinds.items() if kind == "mask"]:
+        args["masks"] = masks
+    if "video" in kinds.values():
+        args["video"] = {"frames": 16, "stride": 4, "start": "random"}
+    if "audio" in kinds.values():
+        args["audio"] = {"rate": 16000, "seconds": 4, "channels": 1, "start": "random", "length": "num_samples"}
+    return Line("decode", args, next((said for kind, said in _DECODED.items() if kind in kinds.values()), ""))
+
+
+def _of_volumes(names: list[str], marked: list[str]) -> list[Line]:
+    crop: dict[str, Any] = {"size": [96, 96, 96], "fields": names}
+    if marked:
+        crop |= {"foreground": marked[0], "labels": marked}
+    return [
+        Line("random_volume_crop", {**crop, "pad_if_needed": True}, "one window for all of them"),
+        Line("random_volume_flip", {"fields": names}, "along each axis, p: 0.5"),
+    ]
 
 
 def hints(seen: SeenSamples) -> list[str]:
@@ -108,16 +126,6 @@ def _fitting(size: int, num: int) -> int:
     return min(size, 1 << max(0, num.bit_length() - 1))
 
 
-def _said_of_decode(kinds: dict[str, str]) -> str:
-    said = {
-        "picture": "uint8 pixels",
-        "pictures": "a list of pictures",
-        "video": "clips, of which only these frames are decoded",
-        "audio": "four seconds, at a random place",
-    }
-    return next((text for kind, text in said.items() if kind in kinds.values()), "what the files hold")
-
-
 def _unequal(fields: dict[str, list[Seen]]) -> dict[str, Any]:
     """How `batch` takes arrays of unequal shape: of token ids the padding and its mask, of rows that differ in length
     padding, and of others, and of pictures in lists, lists."""
@@ -139,7 +147,7 @@ def _unequal(fields: dict[str, list[Seen]]) -> dict[str, Any]:
     return forms
 
 
-def _is_volume(few: list[Seen], *, in_bytes: bool) -> bool:
+def _is_volume(few: list[Seen]) -> bool:
     return all(one.kind == "array" and len(one.shape) == 3 and min(one.shape) >= _LEAST_SIDE for one in few)
 
 

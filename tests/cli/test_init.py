@@ -206,9 +206,9 @@ def test_parquet(form: str, numbers: Rng) -> None:
         compare(first_batch(pipeline), expected)
         return
     batch = first_batch(pipeline)
-    for row, key in enumerate(batch["__key__"]):  # as long as the longest of the batch
+    for place, key in enumerate(batch["__key__"]):  # as long as the longest of the batch
         for field, value in expected[key].items():
-            found = np.ravel(batch[field][row]).tolist()
+            found = np.ravel(batch[field][place]).tolist()
             assert found == np.ravel(value).tolist()[: len(found)]
     assert {*batch} - {"__key__"} == {*expected["train-0.parquet/0"]}
 
@@ -248,12 +248,11 @@ def test_lines(form: str, numbers: Rng, monkeypatch: pytest.MonkeyPatch) -> None
     if form == "chats":
         monkeypatch.setattr(sys, "argv", ["make_chats.py", "data"])
         runpy.run_path(str(ROOT / "examples/make_chats.py"), run_name="__main__")
-        for path in Path("data").iterdir():
-            if path.name != "chats.jsonl":
-                [inner.unlink() for inner in path.iterdir()]
         lines = Path("data/chats.jsonl").read_text().splitlines()
     else:
-        values = [{"text": f"line {numbers.integers(0, 999)}", "score": float(numbers.random())} for _ in range(9)]
+        values: list[dict[str, Any]] = [
+            {"text": f"line {numbers.integers(0, 999)}", "score": float(numbers.random())} for _ in range(9)
+        ]
         lines = [value["text"] if form == "text" else json.dumps(value) for value in values]
         put({"x.txt" if form == "text" else f"x.{form}": "\n".join(lines).encode()})
     pipeline = init()
@@ -364,12 +363,12 @@ def test_containers(kind: str, samples: str, numbers: Rng) -> None:
 
 def test_pictures_with_masks_and_texts(numbers: Rng) -> None:
     """Files of one name are one sample; only with masks alone are pictures cropped and flipped."""
-    files, expected = {}, {}
+    files, expected = dict[str, bytes](), {}
     for number in range(5):
-        files[f"masks/{number}.png"] = io.BytesIO()
+        file = io.BytesIO()
         classes = numbers.integers(0, 9, (SIDE, SIDE), np.uint8)
-        Image.fromarray(classes).save(files[f"masks/{number}.png"], "png")
-        files[f"masks/{number}.png"] = files[f"masks/{number}.png"].getvalue()
+        Image.fromarray(classes).save(file, "png")
+        files[f"masks/{number}.png"] = file.getvalue()
         files[f"images/{number}.png"], pixels = picture(numbers)
         expected[f"images/{number}.png"] = {"image": pixels, "mask": classes[None]}
     put(files)

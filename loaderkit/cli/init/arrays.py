@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from loaderkit.cli.init.kinds import FoundSource
-from loaderkit.cli.init.place import Place, common_folder, without_other_splits
+from loaderkit.cli.init.place import DataPlace, common_folder, without_other_splits
 from loaderkit.errors import ConfigError, FormatError
 from loaderkit.sources.containers.hdf5 import shapes_of
 from loaderkit.sources.formats.npy import parse_npy_header
@@ -21,7 +21,7 @@ _ZARR = re.compile(r"(?:(.*)/)?(zarr\.json|\.zarray)")
 _LABELS = re.compile("label|mask|seg")
 
 
-def npy_source(place: Place, keys: list[str]) -> FoundSource | None:
+def npy_source(place: DataPlace, keys: list[str]) -> FoundSource | None:
     """One file of records, or files of tokens; None for others, of which each is a sample."""
     if not all(key.lower().endswith(".npy") for key in keys):
         return None
@@ -36,7 +36,7 @@ def npy_source(place: Place, keys: list[str]) -> FoundSource | None:
     return _documents(place, keys) if are_tokens else None
 
 
-def _documents(place: Place, keys: list[str]) -> FoundSource:
+def _documents(place: DataPlace, keys: list[str]) -> FoundSource:
     """The token that ends documents is the last one of every file."""
     folder, names, begin, notes = without_other_splits(keys)
     ends = set()
@@ -58,7 +58,7 @@ def _documents(place: Place, keys: list[str]) -> FoundSource:
     return FoundSource(section, "documents in .npy files", (said, *notes), packs=True)
 
 
-def zarr_source(place: Place) -> FoundSource | None:
+def zarr_source(place: DataPlace) -> FoundSource | None:
     """The arrays of the first store; None if there is none."""
     found = [match for info in place.infos if (match := _ZARR.fullmatch(info.key))]
     if not found:
@@ -83,7 +83,7 @@ def zarr_source(place: Place) -> FoundSource | None:
     return _arrays(place, {"kind": "zarr", "url": url}, first, len(stores))
 
 
-def hdf5_source(place: Place, keys: list[str]) -> FoundSource:
+def hdf5_source(place: DataPlace, keys: list[str]) -> FoundSource:
     """The data sets of the first file."""
     folder, names, _, notes = without_other_splits(keys)
     section: dict[str, Any] = {"kind": "hdf5", "url": place.under(folder)}
@@ -93,7 +93,7 @@ def hdf5_source(place: Place, keys: list[str]) -> FoundSource:
 
 
 def _arrays(
-    place: Place,
+    place: DataPlace,
     section: dict[str, Any],
     shapes: dict[str, tuple[int, ...]],
     num: int,

@@ -8,7 +8,7 @@ from typing import Any
 
 from loaderkit.cli.init.kinds import LABELLED, OF_FILES, FoundSource, in_braces, kind_of
 from loaderkit.cli.init.labels import label_table
-from loaderkit.cli.init.place import Place, common_folder, without_other_splits
+from loaderkit.cli.init.place import DataPlace, common_folder, without_other_splits
 from loaderkit.errors import ConfigError
 from loaderkit.sources.fields import FieldMap, last_extension
 from loaderkit.sources.patterns import is_hidden
@@ -19,7 +19,7 @@ _MOST_FIELDS = 5
 _SAID = {"jpg": "JPEG", "tif": "TIFF", "nii.gz": "NIfTI", "nii": "NIfTI", "npy": ".npy", "npz": ".npz"}
 
 
-def files_source(place: Place, kind: str, keys: list[str]) -> FoundSource:
+def files_source(place: DataPlace, kind: str, keys: list[str]) -> FoundSource:
     """Each file is a sample. Raises ConfigError where what the classes are cannot be told."""
     folder, names, _, notes = without_other_splits(keys)
     section: dict[str, Any] = {"kind": "files", "url": place.under(folder)}
@@ -52,7 +52,7 @@ def files_source(place: Place, kind: str, keys: list[str]) -> FoundSource:
     return FoundSource(section, f"{noun} files", notes)
 
 
-def joined_source(place: Place) -> FoundSource | None:
+def joined_source(place: DataPlace) -> FoundSource | None:
     """Files of one stem are one sample: in several folders, of which one is called as folders of pictures are, or with
     several extensions in one folder; else None. Raises ConfigError for stems without a partner."""
     keys = [info.key for info in place.infos if not is_hidden(info.key)]

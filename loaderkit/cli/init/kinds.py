@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from loaderkit.cli.init.place import Place
+from loaderkit.cli.init.place import DataPlace
 from loaderkit.sources.containers.formats import USUAL
 from loaderkit.sources.fields import AUDIO_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, FieldMap, last_extension
 from loaderkit.sources.parquet.source import ParquetArgs
@@ -65,7 +65,7 @@ def kind_of(key: str) -> str | None:
     return next((kind for kind, extensions in known.items() if extension in extensions), None)
 
 
-def by_kind(place: Place) -> dict[str, list[str]]:
+def by_kind(place: DataPlace) -> dict[str, list[str]]:
     """The keys of all kinds that are there. A .bin with an .idx beside it is Megatron's."""
     keys = {info.key for info in place.infos}
     found: dict[str, list[str]] = {}

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from loaderkit.cli.init.place import Place
+from loaderkit.cli.init.place import DataPlace
 from loaderkit.errors import ConfigError
 from loaderkit.sources.files.labels import NAME_FORMS
 from loaderkit.sources.listing import extension_of
@@ -20,7 +20,7 @@ _TABLES = ("csv", "tsv", "json", "jsonl")
 _LABEL_NAMES = ("label", "labels", "class", "category", "target", "y")
 
 
-def label_table(place: Place, folder: str, names: list[str]) -> dict[str, Any] | None:
+def label_table(place: DataPlace, folder: str, names: list[str]) -> dict[str, Any] | None:
     """`labels` of kind: files, with `file` as it is called at the place; None if no table names the files. Raises
     ConfigError if several do, or if one has several columns that may be the label."""
     tables = [info.key for info in place.infos if extension_of(info.key).lower() in _TABLES and not is_hidden(info.key)]
@@ -39,7 +39,7 @@ def label_table(place: Place, folder: str, names: list[str]) -> dict[str, Any] |
     return found[0] if found else None
 
 
-def _labels_in(place: Place, table: str, known: set[str], least: float) -> dict[str, Any] | None:
+def _labels_in(place: DataPlace, table: str, known: set[str], least: float) -> dict[str, Any] | None:
     """The labels in one table, if most of its rows, and at least `least`, name one of the `known` files."""
     rows = _rows(table, place)
 
@@ -64,7 +64,7 @@ def _labels_in(place: Place, table: str, known: set[str], least: float) -> dict[
     return {"file": table, "key": key, "value": values[0]}
 
 
-def _rows(table: str, place: Place) -> list[dict[str, Any]] | dict[str, Any]:
+def _rows(table: str, place: DataPlace) -> list[dict[str, Any]] | dict[str, Any]:
     """The first rows of a table, or its object file: label; nothing of what is none."""
     extension = table.rpartition(".")[2].lower()
     data = place.begin(table, _MOST_JSON if extension == "json" else _MOST_BEGIN)

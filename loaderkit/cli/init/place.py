@@ -20,7 +20,7 @@ _SPLIT_NOTE = "only {}; there are others as well: {}"
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPlace:
     """What was found: `url` is the folder, or of one file its URL, and keys lie below `connector`. `is_cut`: there are
     more."""
 
@@ -47,7 +47,7 @@ class Place:
 
 
 @contextmanager
-def opened_place(url: str) -> Iterator[Place]:
+def opened_place(url: str) -> Iterator[DataPlace]:
     """Raises ConfigError for a glob and for a place without files, and what the connector raises."""
     is_local = scheme_of(url) == "file"
     if re.search(r"[*?{]", url) and not (is_local and Path(url.removeprefix("file://")).exists()):
@@ -63,13 +63,13 @@ def opened_place(url: str) -> Iterator[Place]:
             except ObjectNotFoundError:  # a folder with a dot in its name
                 pass
             else:
-                yield Place(url, connector, (info,), is_file=True, is_cut=False)
+                yield DataPlace(url, connector, (info,), is_file=True, is_cut=False)
                 return
     with closing(open_connector(url, {})) as connector:
         infos = tuple(islice(connector.list(""), _MOST_NAMES + 1))
         if not infos:
             raise ConfigError(f"{url}: there is no file: name the folder, bucket or file that holds the data")
-        yield Place(url, connector, infos[:_MOST_NAMES], is_file=False, is_cut=len(infos) > _MOST_NAMES)
+        yield DataPlace(url, connector, infos[:_MOST_NAMES], is_file=False, is_cut=len(infos) > _MOST_NAMES)
 
 
 def common_folder(keys: list[str]) -> str:

@@ -37,6 +37,7 @@ class SeenSamples(NamedTuple):
     fields: dict[str, list[Seen]]
     is_encoded: bool
     num: int
+    num_tokens: int  # of all these, where the source knows it
 
 
 def see_samples(found: FoundSource) -> SeenSamples:
@@ -49,6 +50,7 @@ def see_samples(found: FoundSource) -> SeenSamples:
     num_bytes, is_encoded = 0, False
     with closing(compile_pipeline(config, rank=0, world_size=1)) as plan:
         num, context = len(plan.source), plan.compiled.context
+        num_tokens = 0 if plan.source.lengths is None else int(plan.source.lengths.sum())
         reader = values_reader(context.stages[0], context)
         with closing(reader):
             for index in np.linspace(0, num - 1, min(num, _NUM_READ)).astype(np.int64):
@@ -67,7 +69,7 @@ def see_samples(found: FoundSource) -> SeenSamples:
                     fields.setdefault(name, []).append(_seen(read.get(name), value))
     if not fields:
         raise SourceError(f"none of the {len(errors)} samples that were tried can be read: {errors[0]}")
-    return SeenSamples(fields, is_encoded, num)
+    return SeenSamples(fields, is_encoded, num, num_tokens)
 
 
 _KINDS: dict[type, str] = {Pictures: "pictures", str: "text"}

@@ -12,7 +12,7 @@ from loaderkit.cli.init.arrays import hdf5_source, npy_source, zarr_source
 from loaderkit.cli.init.files import files_source, joined_source
 from loaderkit.cli.init.kinds import LABELLED, OF_FILES, FoundSource, by_kind, in_braces, usual_names
 from loaderkit.cli.init.labels import label_table
-from loaderkit.cli.init.place import Place, common_folder, without_other_splits
+from loaderkit.cli.init.place import DataPlace, common_folder, without_other_splits
 from loaderkit.errors import ConfigError
 from loaderkit.sources.listing import extension_of, said_counts
 from loaderkit.sources.patterns import is_hidden
@@ -42,7 +42,7 @@ _ADVICE = (  # for these extensions, what to do
 )
 
 
-def find_source(place: Place) -> FoundSource:
+def find_source(place: DataPlace) -> FoundSource:
     """Raises ConfigError for what cannot be told, which says what was found and what to write."""
     found = _found(place)
     return replace(found, section=_literal(found.section))
@@ -55,7 +55,7 @@ def _literal(value: Any) -> Any:
     return value.replace("${", "$${") if isinstance(value, str) else value
 
 
-def _found(place: Place) -> FoundSource:
+def _found(place: DataPlace) -> FoundSource:
     if (stores := zarr_source(place)) is not None:
         return stores
     kinds = by_kind(place)
@@ -64,7 +64,7 @@ def _found(place: Place) -> FoundSource:
     return _of_kind(place, *_only(place, kinds)) if kinds else _by_content(place)
 
 
-def _of_kind(place: Place, kind: str, keys: list[str]) -> FoundSource:
+def _of_kind(place: DataPlace, kind: str, keys: list[str]) -> FoundSource:
     if kind == "arrays" and (numbers := npy_source(place, keys)) is not None:
         return numbers
     if kind in OF_FILES:
@@ -74,7 +74,7 @@ def _of_kind(place: Place, kind: str, keys: list[str]) -> FoundSource:
     return hdf5_source(place, keys) if kind == "hdf5" else _shards(place, kind, keys)
 
 
-def _only(place: Place, kinds: dict[str, list[str]]) -> tuple[str, list[str]]:
+def _only(place: DataPlace, kinds: dict[str, list[str]]) -> tuple[str, list[str]]:
     """The one kind and its keys. JSON Lines beside pictures may be their labels."""
     if "lines" in kinds and len(kinds) == 2 and (labelled := [*(kinds.keys() & LABELLED)]):
         folder, names, _, _ = without_other_splits(kinds[labelled[0]])
@@ -90,7 +90,7 @@ def _only(place: Place, kinds: dict[str, list[str]]) -> tuple[str, list[str]]:
     )
 
 
-def _shards(place: Place, kind: str, keys: list[str]) -> FoundSource:
+def _shards(place: DataPlace, kind: str, keys: list[str]) -> FoundSource:
     """Files that hold samples one behind another."""
     folder, names, begin, notes = without_other_splits(keys)
     section: dict[str, Any] = {"kind": kind, "url": place.under(folder)}
@@ -102,7 +102,7 @@ def _shards(place: Place, kind: str, keys: list[str]) -> FoundSource:
     return FoundSource(section, f"samples in {_NOUNS[kind]}", notes, packs=kind == "tokens")
 
 
-def _described(place: Place, kind: str, keys: list[str]) -> FoundSource:
+def _described(place: DataPlace, kind: str, keys: list[str]) -> FoundSource:
     """Shards that a JSON file beside them describes."""
     marks = ("index.json",) if kind == "mds" else ("state.json", "dataset_info.json")
     names = {info.key for info in place.infos}
@@ -130,7 +130,7 @@ def _described(place: Place, kind: str, keys: list[str]) -> FoundSource:
     return FoundSource(section, f"samples in {_NOUNS[kind]}", notes)
 
 
-def _by_content(place: Place) -> FoundSource:
+def _by_content(place: DataPlace) -> FoundSource:
     """Lines in .txt and .json. Raises ConfigError for all else, as no name says what it is."""
     keys = [info.key for info in place.infos if not is_hidden(info.key)]
     counts = Counter(extension_of(key).lower() for key in keys)

@@ -71,10 +71,8 @@ def stages_for(found: FoundSource, seen: SeenSamples) -> list[Line]:
 
 
 def _packed(seen: SeenSamples) -> list[Line]:
-    (few,) = seen.fields.values()
-    num_tokens = sum(one.shape[0] for one in few) * seen.num // len(few)
     pack = Line("pack", {"length": _LENGTH, "window": 20000}, "input_ids, position_ids, document_ids, cu_seqlens")
-    return [Line("read"), pack, *_ends(_fitting(8, num_tokens // _LENGTH), {})]
+    return [Line("read"), pack, *_ends(_fitting(8, seen.num_tokens // _LENGTH), {})]
 
 
 def _decode(kinds: dict[str, str]) -> Line:

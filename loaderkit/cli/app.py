@@ -18,6 +18,7 @@ from loaderkit.cli.check import check, explain
 from loaderkit.cli.checkpoints import checkpoints
 from loaderkit.cli.demo import demo
 from loaderkit.cli.indexing.command import index
+from loaderkit.cli.init.command import init
 from loaderkit.cli.pack import pack
 from loaderkit.cli.port import port
 from loaderkit.cli.profile import profile
@@ -56,7 +57,7 @@ def _root(
     pass
 
 
-for function in (run, check, explain, profile, tune, index, pack, restore, manifest, checkpoints, demo):
+for function in (init, run, check, explain, profile, tune, index, pack, restore, manifest, checkpoints, demo):
     app.command()(function)
 for of_script in (watch, port):
     app.command(context_settings={"allow_interspersed_args": False})(of_script)

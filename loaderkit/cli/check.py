@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,6 +45,15 @@ def check(
     if (config := checkpoint_config(pipeline, assignments)) is not None:
         check_checkpoint(config, as_json)
         return
+    checked = checked_pipeline(pipeline, assignments)
+    if as_json:
+        console.tell_json(checked)
+    else:
+        _tell_check(checked)
+
+
+def checked_pipeline(pipeline: Path | Mapping[str, Any], assignments: Assignments = None) -> dict[str, Any]:
+    """What the check of a pipeline's file, or of its mapping, finds, as it stands in the JSON. Raises LoaderkitError."""
     prefetch = described(pipeline, assignments).prefetch
     if prefetch.is_remote:
         from loaderkit.pipeline.executors.process_setup import check_depth  # late, as torch is
@@ -75,10 +85,7 @@ def check(
     }
     checked |= plan.config.kind.check_items(plan.config.source, plan.source)
     checked["side_by_side"] = _side_by_side(plan)
-    if as_json:
-        console.tell_json(checked)
-    else:
-        _tell_check(checked)
+    return checked
 
 
 def _extensions(config: PipelineConfig) -> list[dict[str, str]]:
@@ -317,9 +324,7 @@ def _tell_check(checked: dict[str, Any]) -> None:
     )
     size = "" if first["num_bytes"] is None else f", {first['num_bytes']} bytes"
     rows.append(("first sample", f"{first['key']}{size}"))
-    for field in checked["fields"]:
-        shape = "" if field["shape"] is None else " " + _shape(field["shape"])
-        rows.append(("field", f"{field['name']}: {field['dtype']}{shape}"))
+    rows += [("field", said) for said in said_of_fields(checked)]
     rows += _left_out(checked)
     rows += [("bad shard", str(BadShard(**shard))) for shard in checked["bad_shards"]]
     rows += [("lacking", said) for said in _said_of_lacking(checked)]
@@ -335,6 +340,12 @@ def _tell_check(checked: dict[str, Any]) -> None:
     console.tell(f"{checked['pipeline']}: it works")
     for name, value in rows:
         console.tell(f"  {name:<14}{value}")
+
+
+def said_of_fields(checked: dict[str, Any]) -> list[str]:
+    """The fields of a batch: "image: float32 3x224x224", with the shape of a sample."""
+    shapes = ["" if field["shape"] is None else f" {_shape(field['shape'])}" for field in checked["fields"]]
+    return [f"{field['name']}: {field['dtype']}{shape}" for field, shape in zip(checked["fields"], shapes, strict=True)]
 
 
 def _said_of_randomness(checked: dict[str, Any]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,14 +60,16 @@ def parse_assignments(assignments: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def described(pipeline: Path, assignments: Sequence[str] | None) -> PipelineConfig:
-    """The config of the file with `--set` applied."""
+def described(pipeline: Path | Mapping[str, Any], assignments: Sequence[str] | None) -> PipelineConfig:
+    """The config of the file, or of the mapping, with `--set` applied."""
     from loaderkit.pipeline.config.builder import to_config
 
     return to_config(pipeline, parse_assignments(assignments or []))
 
 
-def open_plan(pipeline: Path, assignments: Sequence[str] | None, *, on_this_thread: bool = False) -> ExecutionPlan:
+def open_plan(
+    pipeline: Path | Mapping[str, Any], assignments: Sequence[str] | None, *, on_this_thread: bool = False
+) -> ExecutionPlan:
     """The plan of the pipeline, with its source listed; nothing runs yet. Raises LoaderkitError."""
     from loaderkit.pipeline.execution_plan import compile_pipeline
     from loaderkit.ranks.place import ranks_now

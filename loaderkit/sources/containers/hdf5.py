@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from loaderkit.connectors.base import Connector, ObjectInfo
@@ -119,15 +120,40 @@ def _find(connector: Connector, args: ContainerArgs) -> list[ObjectInfo]:
     return [info for info in connector.list("") if info.key.lower().endswith(USUAL) and not is_hidden(info.key)]
 
 
-def _open(connector: Connector, info: ObjectInfo, paths: Mapping[str, str]) -> Mapping[str, StoredArray]:
+def _h5py() -> Any:
     try:
         import h5py
     except ImportError as error:
         raise MissingExtraError(f"HDF5 needs h5py ({error}): pip install 'loaderkit[volumes]'") from error
-    ranged = RangedFile(connector, info)
-    try:
+    return h5py
+
+
+def _open(connector: Connector, info: ObjectInfo, paths: Mapping[str, str]) -> Mapping[str, StoredArray]:
+    h5py, ranged = _h5py(), RangedFile(connector, info)
+    with _errors_of(ranged):
         file = h5py.File(ranged, "r")
         return {field: _Dataset(h5py, _data_set(h5py, file, path), ranged) for field, path in paths.items()}
+
+
+def shapes_of(connector: Connector, info: ObjectInfo) -> dict[str, tuple[int, ...]]:
+    """The shapes of all data sets of a file, by path; links are not followed. Raises as opening does."""
+    h5py, ranged = _h5py(), RangedFile(connector, info)
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(path: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and item.shape is not None and item.dtype.kind in "biufc":
+            shapes[path] = item.shape
+
+    with _errors_of(ranged), h5py.File(ranged, "r") as file:
+        file.visititems(note)
+    return shapes
+
+
+@contextmanager
+def _errors_of(ranged: RangedFile) -> Iterator[None]:
+    """What the connector raised while HDF5 read, or what is known of a file that is none."""
+    try:
+        yield
     except FormatError:
         raise
     except Exception as error:

@@ -29,7 +29,7 @@ _INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")  # 007 is a name
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _MOST_DIGITS = 19
 
-_FORMS: Mapping[str, Callable[[str], str]] = {
+NAME_FORMS: Mapping[str, Callable[[str], str]] = {
     "path": lambda key: key,
     "path without its extension": lambda key: splitext(key)[0],
     "file name": basename,
@@ -206,7 +206,7 @@ class LabelTable:
     def _numbers(self, keys: StringTable, describe: Callable[[str], str]) -> tuple[str, dict[str, int]]:
         """The form in which most rows name a file, and row -> the number of its file."""
         best: tuple[str, dict[str, int]] = ("path", {})
-        for form, named in _FORMS.items():
+        for form, named in NAME_FORMS.items():
             numbers: dict[str, int] = {}
             twice: tuple[int, int] | None = None
             for number, key in enumerate(keys):
@@ -229,7 +229,7 @@ class LabelTable:
             has_row = np.zeros(len(keys), bool)
             has_row[list(numbers.values())] = True
             without = np.flatnonzero(~has_row)
-            names = [_FORMS[form](keys[number]) for number in without[:_MOST_NAMED].tolist()]
+            names = [NAME_FORMS[form](keys[number]) for number in without[:_MOST_NAMED].tolist()]
             named = _named(names, len(without)) + said_of_form(names[0], self._labels)
             found.append(f"{len(without)} of {len(keys)} files have no row in {self._where}: {named}")
         if len(numbers) < len(self._labels):

@@ -1,0 +1,1 @@
+"""`loaderkit init`: looks at data, and writes a pipeline for it."""

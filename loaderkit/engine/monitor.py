@@ -1,4 +1,4 @@
-"""Takes a snapshot up to four times a second: keeps a time series of them, and lets the tuner act.
+"""Takes a snapshot four times a second: keeps a time series of them, and lets the tuner act.
 
     engine ──stats──> Monitor ──> Series           bounded: when it is full, every second point is dropped, and
                          └──────> LiveSettings     from then on half as many are kept
@@ -23,8 +23,7 @@ from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.snapshot import Snapshot
 from loaderkit.errors import ClosedError
 
-TICK_S, _MAX_TICK_S = 0.25, 1.0
-_TIMES = 200  # as long as a look is the time to the next one, once nothing is tried
+TICK_S = 0.25
 _NUM_POINTS = 512
 logger = logging.getLogger("loaderkit")
 
@@ -100,10 +99,11 @@ class Monitor:
         self._ident = threading.get_ident()  # `start` may not have returned when the first look asks for it
         try:
             while True:
-                tick_s, begin_s = self._try_to_look(), time.perf_counter()
-                if self._is_told_to_end(tick_s):
+                self._try_to_look()
+                begin_s = time.perf_counter()
+                if self._is_told_to_end(TICK_S):
                     return
-                self.lateness.add(max(0.0, time.perf_counter() - begin_s - tick_s), 1)
+                self.lateness.add(max(0.0, time.perf_counter() - begin_s - TICK_S), 1)
         except ClosedError:
             return
 
@@ -114,24 +114,18 @@ class Monitor:
             return False
         return True
 
-    def _try_to_look(self) -> float:
-        """Take a snapshot; returns how long to wait for the next one. To ask two processes takes 5 ms where their caches are
-        busy, and as much in them: four times a second, that was 2 % of two CPUs."""
-        begin_s = time.thread_time()
+    def _try_to_look(self) -> None:
         try:
-            if self.look():
-                return min(_MAX_TICK_S, max(TICK_S, _TIMES * (time.thread_time() - begin_s)))
+            self.look()
         except ClosedError:
             raise
         except Exception:  # the training loop does not depend on it; logged once
             if not self._has_failed:
                 logger.warning("the time series and the tuner miss what happens now", exc_info=True)
             self._has_failed = True
-        return TICK_S
 
-    def look(self) -> bool:
-        """Take one snapshot. True if there is a tuner, and nothing is on trial."""
+    def look(self) -> None:
+        """Take one snapshot."""
         stats = replace(self._read(), lateness=self.lateness.copy())
         self._series.add(stats)
         self._act(stats)
-        return stats.tuning.settled

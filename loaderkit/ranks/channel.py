@@ -35,7 +35,7 @@ _CONNECT_S = 60.0  # for ranks that are all there
 _FAREWELL_S = 2.0
 _MAX_CHARACTERS = 1000  # of an error, in the message of a rank that has left
 _BEFORE_TIMEOUT = 0.75  # of the timeout, where waits raise at it: the rank is named before
-_READY, _LEFT = "ready", "left"  # what a rank says once, before all connect
+_READY = "ready"  # what a rank says before all connect, unless it has said why it leaves
 _FIRST_POLL_S, _MAX_POLL_S = 0.002, 0.1
 _PATIENT = 10  # times the timeout: how long a rank that has not begun is waited for, unless waits are to raise
 
@@ -91,13 +91,13 @@ class PeerChannel:
         self._store.set(f"joined/{self.number}", "\n".join(f"{key}\t{value!r}" for key, value in about.items()))
         self._await_all("joined", may_leave=True)
         self._check_same([self._store.get(f"joined/{n}").decode() for n in range(len(self.peers))])
-        # From here on none leaves before all have connected: gloo would wait for it, and nothing can end that.
+        # From here on none leaves before it has connected: gloo would wait for it, and nothing can end that.
         if self._store.compare_set(f"ready/{self.number}", "", _READY) != _READY.encode():
             raise _closed()
         self._await_all("ready", may_leave=False)
         for n in range(len(self.peers)):
-            if self._store.get(f"ready/{n}") != _READY.encode():
-                raise self._gone(n)
+            if (said := self._store.get(f"ready/{n}").decode()) != _READY:
+                raise self._gone(said)
         try:
             store = c10d.PrefixStore("gloo", self._store)
             gloo = dist.ProcessGroupGloo(store, self.number, len(self.peers), timedelta(seconds=_CONNECT_S))
@@ -106,17 +106,14 @@ class PeerChannel:
                 f"the ranks {listed(self.peers)} could not be connected to pass on batches: {error}. GLOO_SOCKET_IFNAME "
                 "names the network to use; with `ranks: {share: read}` each rank reads for itself"
             ) from error
-        finally:
-            self._store.set(f"connected/{self.number}", "")
-        self._await_all("connected", may_leave=False)
         with self._lock:
             self._gloo = gloo
-        if self._has_left.is_set():
+        if self._has_left.is_set() or self.failure is not None:
             self._cut()
-            raise _closed()
+            raise self.failure or _closed()
 
     def _await_all(self, key: str, *, may_leave: bool) -> None:
-        """Return once all ranks have written the message `key`. With `may_leave`, `leave` ends the wait, here and elsewhere."""
+        """Return once all ranks have written the message `key`. With `may_leave`, `leave` ends the wait."""
         begin_s, poll_s, warn_s = time.monotonic(), _FIRST_POLL_S, self._warn_s
         missing = [*range(len(self.peers))]
         while missing := [n for n in missing if not self._store.check([f"{key}/{n}"])]:
@@ -124,8 +121,8 @@ class PeerChannel:
                 raise self.failure
             # A rank that leaves has written its message first, if it came so far: then all find the same difference,
             # for example.
-            if may_leave and (gone := [n for n in missing if self._has_gone_without(key, n)]):
-                raise self._gone(gone[0])
+            if gone := [n for n in missing if self._has_gone_without(key, n)]:
+                raise self._gone(self._store.get(f"left/{gone[0]}").decode())
             waited_s, absent = time.monotonic() - begin_s, [self.peers[n] for n in missing]
             if waited_s > self._begin_s:
                 raise PeerError(
@@ -239,9 +236,9 @@ class PeerChannel:
                 self._failed(failure)
                 return
         with suppress(RuntimeError):
-            number, reason = self._farewell
-            self._store.compare_set(f"ready/{self.number}", "", _LEFT)  # the thread may be about to say the contrary
-            self._store.set(f"left/{self.number}", f"{number}\n{reason}")
+            farewell = "{}\n{}".format(*self._farewell)
+            self._store.compare_set(f"ready/{self.number}", "", farewell)  # the thread may be about to say the contrary
+            self._store.set(f"left/{self.number}", farewell)
 
     def _silent(self, heard: dict[int, tuple[bytes, float]]) -> PeerError | None:
         """The failure of a neighbour that has given no sign of life for too long; `heard` are the last ones."""
@@ -267,7 +264,7 @@ class PeerChannel:
             if (noted := self.failure or self._noted()) is not None:
                 return self._failed(noted)
             if self._store.check([f"left/{peer}"]):
-                return self._gone(peer)
+                return self._gone(self._store.get(f"left/{peer}").decode())
             return self._failed(self._note(peer, "has died, or its process has ended: its connection broke"))
         except RuntimeError:
             return self._blame(
@@ -275,10 +272,10 @@ class PeerChannel:
                 "cannot be reached any more, nor can the store of torch.distributed, which rank 0 has without torchrun",
             )
 
-    def _gone(self, peer: int) -> PeerError:
-        """The error for a rank that has left. It is not written to the store: others may still be about to receive
-        their last batches, and end."""
-        number, _, reason = self._store.get(f"left/{peer}").decode().partition("\n")
+    def _gone(self, farewell: str) -> PeerError:
+        """The error for a rank that has left, by its message. It is not written to the store: others may still be about to
+        receive their last batches, and end."""
+        number, _, reason = farewell.partition("\n")
         return self._blame(int(number), reason)
 
     def _failed(self, failure: PeerError) -> PeerError:

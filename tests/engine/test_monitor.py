@@ -283,15 +283,3 @@ class TestStopping:
         monitor.stop()
         monitor.join()
         assert caplog.text.count("the time series and the tuner miss what happens now") == 1
-
-    @pytest.mark.parametrize(
-        ("settled", "cost_s", "wanted_s"), [(False, 1.0, 0.25), (True, 0.0, 0.25), (True, 1.0, 1.0)]
-    )
-    def test_dear_looks_are_rare_once_nothing_is_tried(
-        self, settled: bool, cost_s: float, wanted_s: float, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        simulation, clock = Simulation(Workload(lambda workers, _: 100.0)), itertools.count(0.0, cost_s)
-        simulation.look()
-        stats = replace(simulation.stats, tuning=replace(simulation.stats.tuning, settled=settled))
-        monkeypatch.setattr("loaderkit.engine.monitor.time.thread_time", lambda: next(clock))
-        assert Monitor(lambda: stats, Series(), lambda stats: None)._try_to_look() == wanted_s

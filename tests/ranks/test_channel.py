@@ -99,7 +99,8 @@ def test_a_rank_that_leaves_at_any_moment_keeps_no_other_waiting(monkeypatch: py
         thread.join()
     for peer in peers:
         peer.leave()
-    assert not [error for error in errors if "could not be connected" in str(error)]
+    assert not [error for error in errors if "timeout" in str(error).lower()]
     assert errors[1] is None or isinstance(errors[1], ClosedError)
-    if errors[0] or errors[2]:
-        assert all("rank 1 has left the loop" in str(errors[number]) for number in (0, 2))
+    if isinstance(errors[1], ClosedError):
+        said = {str(errors[number]) for number in (0, 2) if errors[number] is not None}
+        assert all("rank 1 has left the loop" in text or "closed by peer" in text for text in said)

@@ -193,7 +193,13 @@ class ProcessMove:
                 "process}` if they may."
             )
         tuning = describe_tuning(plan)
-        settings = LiveSettings(tuning, make_tuner(plan.config, tuning))
+        tuner = make_tuner(plan.config, tuning)
+        if (
+            tuner is not None
+        ):  # more would begin with the objects as they are then, and take memory that was not looked at
+            most = plan.config.prefetch.max_processes or num
+            tuner.most_processes = lambda _: most
+        settings = LiveSettings(tuning, tuner)
         engine = make_remote_engine(plan)
         try:
             settings.begin_with(num)

@@ -244,11 +244,12 @@ def test_documents_of_tokens(form: str, numbers: Rng, rng: random.Random) -> Non
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "chats", "text"])
-def test_lines(form: str, numbers: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines(form: str, numbers: Rng) -> None:
     if form == "chats":
-        monkeypatch.setattr(sys, "argv", ["make_chats.py", "data"])
-        runpy.run_path(str(ROOT / "examples/make_chats.py"), run_name="__main__")
-        lines = Path("data/chats.jsonl").read_text().splitlines()
+        said = [[f"say {number}" for number in numbers.integers(0, 999, 2)] for _ in range(9)]
+        chats = [[{"role": "user", "content": one}, {"role": "assistant", "content": other}] for one, other in said]
+        lines = [json.dumps({"messages": chat}) for chat in chats]
+        put({"chats.jsonl": "\n".join(lines).encode()})
     else:
         values: list[dict[str, Any]] = [
             {"text": f"line {numbers.integers(0, 999)}", "score": float(numbers.random())} for _ in range(9)

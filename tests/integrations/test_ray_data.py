@@ -30,6 +30,7 @@ def data() -> Iterator[Any]:
     """`ray.data`, connected to a cluster of its own, with `preserve_order`."""
     import ray
 
+    ray.shutdown()  # a test that ran before in this process may have left a connection
     with ray_cluster(3) as cluster:
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         context = ray.data.DataContext.get_current()

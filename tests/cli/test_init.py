@@ -439,6 +439,8 @@ REFUSED: dict[str, tuple[Callable[[Rng], dict[str, bytes]], str]] = {
     "both": (_pictures("a/0.png", "b/1.png", table=b"name,label\n0,x\n1,y\n"), "class folders and the table t.csv"),
     "columns": (_pictures("0.png", table=b"name,u,v\n0,1,2\n"), "which column is the label cannot be told of u, v"),
     "damaged": (lambda rng: {"a/0.png": b"\x89PNG", "b/0.png": b"\x89PNG"}, "none of the 2 samples that were tried"),
+    "no fields": (lambda rng: {"a.jsonl": b"{}\n{}\n"}, "hold no field"),
+    "cut array": (lambda rng: {"a.npy": b"\x93NUMPY"}, "a.npy: truncated .npy"),
     "end": (lambda rng: {"a.npy": saved_array([1, 2]), "b.npy": saved_array([1, 3])}, "which token ends a document"),
     "partner": (_pictures("images/0.png", "images/1.png", "images/2.png", "masks/0.png", "masks/1.png"), "no partner"),
 }

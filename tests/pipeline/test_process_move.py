@@ -99,6 +99,7 @@ def test_the_same_batches_before_and_behind(at_once: None, rng: random.Random) -
         taken += [[batch[name].tolist() for name in ("x", "scaled", "late")] for batch in loader]
         tuning = loader.stats().tuning
         assert (tuning.executor, tuning.processes) == ("process", 2)
+        assert "processes" not in (tuning.auto or ())  # as many to the end
         assert len(set(pids_of(loader))) == 2
         assert loader.config.prefetch.executor == "auto"
     with loaderkit.build(pipeline, overrides=INLINE) as inline:

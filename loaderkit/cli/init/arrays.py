@@ -12,7 +12,7 @@ from loaderkit.cli.init.kinds import FoundSource
 from loaderkit.cli.init.place import DataPlace, common_folder, without_other_splits
 from loaderkit.errors import ConfigError, FormatError
 from loaderkit.sources.containers.hdf5 import shapes_of
-from loaderkit.sources.formats.npy import parse_npy_header
+from loaderkit.sources.formats.npy import NpyHeader, parse_npy_header
 
 _MOST_BEGIN = 64 << 10
 _MOST_ENDS = 16
@@ -25,7 +25,7 @@ def npy_source(place: DataPlace, keys: list[str]) -> FoundSource | None:
     """One file of records, or files of tokens; None for others, of which each is a sample."""
     if not all(key.lower().endswith(".npy") for key in keys):
         return None
-    header = parse_npy_header(place.begin(keys[0], _MOST_BEGIN), place.info(keys[0]).size)
+    header = _header(place, keys[0])
     are_tokens = len(header.shape) == 1 and header.dtype.kind in "iu"
     if place.is_file:
         section: dict[str, Any] = {"kind": "array", "url": place.url}
@@ -36,13 +36,21 @@ def npy_source(place: DataPlace, keys: list[str]) -> FoundSource | None:
     return _documents(place, keys) if are_tokens else None
 
 
+def _header(place: DataPlace, key: str) -> NpyHeader:
+    """Raises FormatError that names the file."""
+    try:
+        return parse_npy_header(place.begin(key, _MOST_BEGIN), place.info(key).size)
+    except FormatError as error:
+        raise FormatError(f"{place.connector.describe(key)}: {error}") from None
+
+
 def _documents(place: DataPlace, keys: list[str]) -> FoundSource:
     """The token that ends documents is the last one of every file."""
     folder, names, begin, notes = without_other_splits(keys)
     ends = set()
     for name in names[:_MOST_ENDS]:
         info = place.info(folder + name)
-        header = parse_npy_header(place.begin(info.key, _MOST_BEGIN), info.size)
+        header = _header(place, info.key)
         data = bytearray(header.dtype.itemsize)
         place.connector.read_into(info.key, info.size - len(data), memoryview(data), etag=info.etag)
         ends.add(np.frombuffer(data, header.dtype)[0].item())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import logging
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +50,7 @@ def see_samples(found: FoundSource) -> SeenSamples:
     fields: dict[str, list[Seen]] = {}
     errors: list[Exception] = []
     num_bytes, is_encoded = 0, False
-    with closing(compile_pipeline(config, rank=0, world_size=1)) as plan:
+    with _without_warnings(), closing(compile_pipeline(config, rank=0, world_size=1)) as plan:
         num, context = len(plan.source), plan.compiled.context
         num_tokens = 0 if plan.source.lengths is None else int(plan.source.lengths.sum())
         reader = values_reader(context.stages[0], context)
@@ -67,9 +69,23 @@ def see_samples(found: FoundSource) -> SeenSamples:
                 for name, value in (chunk.samples[0] or {}).items() if not chunk.failures else ():
                     is_encoded |= isinstance(read.get(name), Encoded) or isinstance(value, (Image, Pictures))
                     fields.setdefault(name, []).append(_seen(read.get(name), value))
+    if not fields and not errors:
+        raise SourceError(f"the {num} samples that were looked at hold no field: name the place that has the data")
     if not fields:
         raise SourceError(f"none of the {len(errors)} samples that were tried can be read: {errors[0]}")
     return SeenSamples(fields, is_encoded, num, num_tokens)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """`decode` is tried on everything, and would say where it decodes nothing. The check of the pipeline repeats all others."""
+    logger = logging.getLogger("loaderkit")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 _KINDS: dict[type, str] = {Pictures: "pictures", str: "text"}

@@ -38,7 +38,7 @@ _LOOK_S, _WINDOW_S = 0.25, 0.5
 # The start of a process takes 1 to 3 s of one CPU: by then as much was lost to threads as is paid for the move.
 _PRICE_S = 1.5
 _WAITED, _ALWAYS, _GAIN = 0.1, 0.7, 1.2  # shares of the time; times as fast, by the accounts
-_MOST_AT_FIRST = 4  # processes; the tuner adds to them
+_MOST_PROCESSES = 4  # unless `prefetch.processes` says how many
 _JOIN_S = 1.0
 _MOST_BYTES = 2**30  # that each process is sent
 _MOST_STARTS = 3  # of processes that take nothing over, as the objects have changed when they are awake
@@ -139,11 +139,11 @@ class ProcessMove:
 
     @property
     def _num_processes(self) -> int:
-        """To begin with."""
+        """Of the move."""
         prefetch = self._plan.config.prefetch
         if "processes" in prefetch.model_fields_set and prefetch.processes != "auto":
             return prefetch.processes
-        most = min(num_cpus_of_rank(), prefetch.max_processes or _MOST_AT_FIRST, _MOST_AT_FIRST)
+        most = min(num_cpus_of_rank(), prefetch.max_processes or _MOST_PROCESSES, _MOST_PROCESSES)
         return (
             most
             if prefetch.batches == "auto" or "batches" not in prefetch.model_fields_set
@@ -194,11 +194,9 @@ class ProcessMove:
             )
         tuning = describe_tuning(plan)
         tuner = make_tuner(plan.config, tuning)
-        if (
-            tuner is not None
-        ):  # more would begin with the objects as they are then, and take memory that was not looked at
-            most = plan.config.prefetch.max_processes or num
-            tuner.most_processes = lambda _: most
+        if tuner is not None:
+            # So many to the end: those that began later would get the objects as they are by then.
+            tuner.settings = [setting for setting in tuner.settings if setting.kind != "processes"]
         settings = LiveSettings(tuning, tuner)
         engine = make_remote_engine(plan)
         try:

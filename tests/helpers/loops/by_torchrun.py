@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.tensorboard import SummaryWriter
 
-import loaderkit
-from loops.common import NUM_EPOCHS, Rank, Run, loss_of, make_model, make_optimizer, scalars_in
+from loops.common import Rank, Run, loss_of, make_model, make_optimizer, train_with_manager
+from loops.common import scalars_in as logged  # noqa: F401 - called by the program
 
 
 class Launched(Rank):
@@ -45,32 +44,18 @@ def train(rank: Rank) -> None:
     models: dict[str, Any] = {"replicated": replicated, "sharded": sharded}
     optimizers = {name: make_optimizer(model) for name, model in models.items()}
     loader = rank.loader()
-    state: dict[str, Any] = {"models": models, "optimizers": optimizers, "loader": loader}
-    writer: Any = SummaryWriter(rank.logs) if rank.run.logs and rank.number == 0 else None
-    with loader, rank.notice() as checkpoints:
-        step = (checkpoints.restore(state, step=rank.run.resumes_at) or 0) if rank.run.resumes else 0
-        for _ in range(loader.epoch, NUM_EPOCHS):
-            for batch in loader:
-                step += 1
-                losses = []
-                for name, model in models.items():
-                    loss = loss_of(model, batch)
-                    optimizers[name].zero_grad()
-                    loss.backward()
-                    optimizers[name].step()
-                    losses.append(loss.detach())
-                rank.trained(step, batch, *losses)
-                if writer is not None:
-                    rank.logged(step, loaderkit.metrics.log(loader, writer, step))
-                checkpoints.save(step, state, force=step == rank.run.saves_at)
-                if checkpoints.reached_preemption(step):
-                    return
-    if writer is not None:
-        writer.close()
 
+    def descend(batch: Any) -> list[torch.Tensor]:
+        losses = []
+        for name, model in models.items():
+            loss = loss_of(model, batch)
+            optimizers[name].zero_grad()
+            loss.backward()
+            optimizers[name].step()
+            losses.append(loss.detach())
+        return losses
 
-def logged(folder: Path) -> dict[int, dict[str, float]]:
-    return scalars_in(folder)
+    train_with_manager(rank, loader, loader, {"models": models, "optimizers": optimizers, "loader": loader}, descend)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
+from torch.utils.tensorboard import SummaryWriter
 
 import loaderkit
 
@@ -106,6 +107,31 @@ class Rank:
         """For libraries that take a process group that is there already. Without a port that others might take."""
         place = f"file://{self.folder}/{self.run.name}.store"
         dist.init_process_group("gloo", init_method=place, rank=self.number, world_size=self.run.num_ranks)
+
+
+def train_with_manager(
+    rank: Rank,
+    loader: loaderkit.Loader,
+    epochs: Iterable[Any],
+    state: dict[str, Any],
+    descend: Callable[[Any], Sequence[torch.Tensor]],
+) -> None:
+    """A loop of one's own: `epochs` gives the batches of the next epoch each time, `descend` takes a step and returns its
+    losses."""
+    writer: Any = SummaryWriter(rank.logs) if rank.run.logs and rank.number == 0 else None
+    with loader, rank.notice() as checkpoints:
+        step = (checkpoints.restore(state, step=rank.run.resumes_at) or 0) if rank.run.resumes else 0
+        while step < NUM_STEPS:
+            for batch in epochs:
+                step += 1
+                rank.trained(step, batch, *descend(batch))
+                if writer is not None:
+                    rank.logged(step, loaderkit.metrics.log(loader, writer, step))
+                checkpoints.save(step, state, force=step == rank.run.saves_at)
+                if checkpoints.reached_preemption(step):
+                    return
+    if writer is not None:
+        writer.close()
 
 
 def make_model() -> torch.nn.Module:

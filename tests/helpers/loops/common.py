@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
-from torch.utils.tensorboard import SummaryWriter
 
 import loaderkit
 
@@ -118,7 +117,9 @@ def train_with_manager(
 ) -> None:
     """A loop of one's own: `epochs` gives the batches of the next epoch each time, `descend` takes a step and returns its
     losses."""
-    writer: Any = SummaryWriter(rank.logs) if rank.run.logs and rank.number == 0 else None
+    writer: Any = None
+    if rank.run.logs and rank.number == 0:
+        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(rank.logs)
     with loader, rank.notice() as checkpoints:
         step = (checkpoints.restore(state, step=rank.run.resumes_at) or 0) if rank.run.resumes else 0
         while step < NUM_STEPS:

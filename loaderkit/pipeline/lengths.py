@@ -165,6 +165,8 @@ def measure_lengths(
                 yield _lengths_in_chunk(chunk, source, wanted, raises=raises)
     finally:
         for one in stages:
+            if one.interrupt is not None:  # ends the threads that read ahead
+                one.interrupt()
             if one.close is not None:
                 one.close()
 

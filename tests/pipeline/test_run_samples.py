@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import threading
 from collections.abc import Iterator
@@ -10,9 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import join_threads
 
 from loaderkit import Pipeline
+from loaderkit.connectors.base import ConnectorTraits
+from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import StallTimeout
+from loaderkit.pipeline.config.builder import to_config
 from loaderkit.pipeline.config.model import PrefetchArgs
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.pipeline.lengths import measure_lengths
@@ -120,3 +125,34 @@ def test_a_sample_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         items.release.set()
         plan.close()
     assert (raised.value.stage, raised.value.key) == ("read", str(items.at))
+
+
+class Remote(MemoryConnector):
+    """A store that is read ahead from."""
+
+    traits = ConnectorTraits(is_remote=True)
+
+
+def npy(array: np.ndarray[Any, Any]) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def test_measuring_lengths_ends_what_reads_ahead() -> None:
+    store = Remote({f"{number}.npy": npy(np.arange(number)) for number in range(20)})
+    stages = ["read", {"decode": {}}, {"batch": {"size": 1}}]
+    source = {"kind": "files", "url": "memory://", "include": "*.npy"}
+    config = to_config({"source": source, "stages": stages})
+    packed = to_config(
+        {"source": source, "stages": [*stages[:-1], {"pack": {"field": "npy", "length": 32}}, stages[-1]]}
+    )
+    plan = compile_pipeline(config, rank=0, world_size=1, connectors={"memory": store})
+    try:
+        measured = measure_lengths(plan.source, plan.compiled.stages, packed.stage("pack"), PrefetchArgs(), raises=True)
+        next(measured)
+        assert [thread for thread in threading.enumerate() if thread.name.startswith("loaderkit-ahead")]
+        measured.close()
+        join_threads("loaderkit-ahead")
+    finally:
+        plan.close()

@@ -64,6 +64,8 @@ def values(rng: random.Random) -> np.ndarray[Any, Any]:
     return np.repeat(draw.integers(0, 999, (9, 10)), 5, 1).astype(np.float32) / 8
 
 
+# numcodecs decodes differences of another dtype into memory that it has not set, and NumPy converts what was there.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 def test_codecs_of_zarr_2(tmp_path: Path, rng: random.Random) -> None:
     given = values(rng)
     cases = [(one, []) for one in COMPRESSORS_2] + [(numcodecs.Blosc(), one) for one in FILTERS_2]

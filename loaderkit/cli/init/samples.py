@@ -46,7 +46,10 @@ def see_samples(found: FoundSource) -> SeenSamples:
     """Raises LoaderkitError, also if no sample that is tried can be read."""
     decode = {"decode": {"masks": list(found.masks)}} if found.masks else "decode"
     section = {**found.section, "limit": _NUM_LISTED}
-    config = to_config({"source": section, "stages": ["read", decode, {"batch": {"size": 1}}]})
+    stages = ["read", decode, {"batch": {"size": 1}}]
+    config = to_config(
+        {"source": section, "stages": stages, "prefetch": {"executor": "inline"}}
+    )  # nothing is read ahead
     fields: dict[str, list[Seen]] = {}
     errors: list[Exception] = []
     num_bytes, is_encoded = 0, False

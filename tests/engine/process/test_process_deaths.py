@@ -229,7 +229,7 @@ PARENT = """
 import sys; sys.path.insert(0, sys.argv[1])
 import loaderkit
 from numbers_dataset import PROCESS, numbers
-loader = loaderkit.build(numbers(100000), overrides=PROCESS)
+loader = loaderkit.build(numbers(100000, has_text=False), overrides=PROCESS)
 stream = iter(loader)
 batch = next(stream)
 print(loader.stats().tuning.pids[0], flush=True)

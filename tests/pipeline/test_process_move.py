@@ -22,10 +22,10 @@ from loaderkit import Pipeline
 from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.remote.executor import RemoteEngine
-from loaderkit.errors import ClosedError
+from loaderkit.errors import ClosedError, ConfigError
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.pipeline.executors import process_move
-from loaderkit.pipeline.executors.process_move import ProcessMove
+from loaderkit.pipeline.executors.process_move import ProcessMove, SentObjects
 
 FACTOR = 3
 INLINE = {"prefetch.executor": "inline"}
@@ -99,7 +99,7 @@ def test_the_same_batches_before_and_behind(at_once: None, rng: random.Random) -
         taken += [[batch[name].tolist() for name in ("x", "scaled", "late")] for batch in loader]
         tuning = loader.stats().tuning
         assert (tuning.executor, tuning.processes) == ("process", 2)
-        assert "processes" not in (tuning.auto or ())  # as many to the end
+        assert "processes" in (tuning.auto or ())
         assert len(set(pids_of(loader))) == 2
         assert loader.config.prefetch.executor == "auto"
     with loaderkit.build(pipeline, overrides=INLINE) as inline:
@@ -165,6 +165,46 @@ def test_what_the_loop_changes_between_epochs_is_seen(at_once: None) -> None:
             assert {n for batch in batches for n in batch["level"].tolist()} == {data.level}
             assert sorted(n for batch in batches for n in batch["x"].tolist()) == list(range(64))
             assert (set(pids_of(loader)) == first) == (epoch % 2 == 0)
+
+
+def compute(sample: dict[str, Any]) -> dict[str, Any]:
+    """Some milliseconds of Python."""
+    return {"y": sum(i * i % 7 for i in range(40_000)) + sample["x"]}
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_the_tuner_adds_processes_that_get_the_same(
+    changes: bool, at_once: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_move, "_MOST_AT_FIRST", 1)
+    monkeypatch.setattr("loaderkit.pipeline.executors.live_settings.num_cpus_of_rank", lambda: 2)
+    monkeypatch.setattr("loaderkit.pipeline.executors.engine_factory.num_cpus", lambda: 64)  # others may need some
+    data = Leveled(10**6)
+    with loaderkit.build(Pipeline.dataset(data).shuffle("none").read().call(compute).batch(4)) as loader:
+        numbers: list[int] = []
+        for count, batch in enumerate(loader):
+            numbers += batch["x"].tolist()
+            assert set(batch["level"].tolist()) == {0}
+            if count % 16 or not has_decided(loader):  # a loop that looks at each has nothing to wait for
+                continue
+            if changes:
+                data.level = 1  # a DataLoader's workers would not see it in this epoch
+            if loader.stats().tuning.processes == 2 or "has changed since the others started" in caplog.text:
+                break
+        assert numbers == list(range(len(numbers)))
+        assert len(set(pids_of(loader))) == loader.stats().tuning.processes == (1 if changes else 2)
+
+
+def test_more_processes_take_no_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Pipeline.dataset([bytes(2**10 + n) for n in range(200)]).read().call(scaled).batch(8).config
+    objects = SentObjects(config, 0)
+    for free_bytes in (None, 2**30):
+        monkeypatch.setattr(process_move, "free_memory", lambda free_bytes=free_bytes: (free_bytes, ""))
+        objects.check_more(3)
+    monkeypatch.setattr(process_move, "free_memory", lambda: (2**21, ""))
+    objects.check_more(2)
+    with pytest.raises(ConfigError, match="its own copy of 2"):
+        objects.check_more(3)
 
 
 def test_what_changes_each_time_processes_start_stays(

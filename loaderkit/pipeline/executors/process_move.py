@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from loaderkit._internal.compare import differ
@@ -38,7 +39,7 @@ _LOOK_S, _WINDOW_S = 0.25, 0.5
 # The start of a process takes 1 to 3 s of one CPU: by then as much was lost to threads as is paid for the move.
 _PRICE_S = 1.5
 _WAITED, _ALWAYS, _GAIN = 0.1, 0.7, 1.2  # shares of the time; times as fast, by the accounts
-_MOST_PROCESSES = 4  # unless `prefetch.processes` says how many
+_MOST_AT_FIRST = 4  # processes; the tuner adds to them
 _JOIN_S = 1.0
 _MOST_BYTES = 2**30  # that each process is sent
 _MOST_STARTS = 3  # of processes that take nothing over, as the objects have changed when they are awake
@@ -67,6 +68,19 @@ class SentObjects:
     def generators(self) -> list[str]:
         """The types of the random generators in them."""
         return [] if self._packed is None else sorted(self._packed.generators)
+
+    def check_more(self, num: int) -> None:
+        """Raise ConfigError if `num` processes that began now would get other objects than those that run have, or take
+        too much memory."""
+        try:
+            now = sent_objects(self._config, _MOST_BYTES)
+        except Exception as error:
+            raise ConfigError(f"what they would be sent cannot be pickled any more: {error}") from error
+        if now is None or now != self._packed:
+            raise ConfigError("what they would be sent has changed since the others started")
+        free_bytes, _ = free_memory()
+        if free_bytes is not None and now.num_bytes > free_bytes // (4 * num):
+            raise ConfigError(f"each would have its own copy of {say_bytes(now.num_bytes)}")
 
     def have_changed(self, epoch: int) -> bool:
         """True if the objects have changed, in another epoch; their present state is noted."""
@@ -139,11 +153,11 @@ class ProcessMove:
 
     @property
     def _num_processes(self) -> int:
-        """Of the move."""
+        """To begin with."""
         prefetch = self._plan.config.prefetch
         if "processes" in prefetch.model_fields_set and prefetch.processes != "auto":
             return prefetch.processes
-        most = min(num_cpus_of_rank(), prefetch.max_processes or _MOST_PROCESSES, _MOST_PROCESSES)
+        most = min(num_cpus_of_rank(), prefetch.max_processes or _MOST_AT_FIRST, _MOST_AT_FIRST)
         return (
             most
             if prefetch.batches == "auto" or "batches" not in prefetch.model_fields_set
@@ -193,11 +207,12 @@ class ProcessMove:
                 "process}` if they may."
             )
         tuning = describe_tuning(plan)
-        tuner = make_tuner(plan.config, tuning)
-        if tuner is not None:
-            # So many to the end: those that began later would get the objects as they are by then.
-            tuner.settings = [setting for setting in tuner.settings if setting.kind != "processes"]
-        settings = LiveSettings(tuning, tuner)
+        user_code = self._plan.compiled.context.user_code
+        settings = LiveSettings(
+            tuning,
+            make_tuner(plan.config, tuning),
+            lambda num: user_code.run(partial(objects.check_more, num)),
+        )
         engine = make_remote_engine(plan)
         try:
             settings.begin_with(num)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from loaderkit.diagnosis.interval import WAITING, Interval, PoolUse
 from loaderkit.engine.metrics.contention import ContentionResult
-from loaderkit.engine.metrics.slow_samples import Slow
+from loaderkit.engine.metrics.slow_samples import NOTHING_SLOW, Slow, rows_of
 from loaderkit.engine.metrics.snapshot import StageStats
 
 COMPUTING = 0.6  # share of the busy time on a CPU or ready for one, above which a stage computes
@@ -104,7 +104,11 @@ def more_of(interval: Interval, facts: StageFacts, *, computing: bool = False) -
 def are_slow_together(interval: Interval, stage: StageStats, usual_s: float) -> bool:
     """True if all workers of a stage were with slow items at once for some of the time, which a lock explains for all of them
     but the one that has it. False also where too few of the slow items are known."""
-    slow = [one for one in interval.stats.slowest.get(stage.name, ()) if one.chunk_s > _SLOW * one.chunk * usual_s]
+    slow = [
+        one
+        for one in rows_of(interval.stats.slowest.get(stage.name, NOTHING_SLOW))
+        if one.chunk_s > _SLOW * one.chunk * usual_s
+    ]
     together_s = _overlap_s(slow, stage.workers) - sum(one.chunk * usual_s for one in slow)
     return stage.workers > 1 and together_s > _ALL_SLOW * interval.wall_s
 

@@ -25,6 +25,7 @@ from loaderkit.diagnosis.interval import Interval
 from loaderkit.diagnosis.stage_facts import measure
 from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.metrics.contention import ContentionResult
+from loaderkit.engine.metrics.slow_samples import NOTHING_SLOW, rows_of
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.stalls import RELEASE, START
 from loaderkit.errors import ConfigError
@@ -356,7 +357,7 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
         gil_s = waiting_s if trial.holds_gil and row.kind not in ("read", "transfer") else 0.0
         queued = [point["queued"][row.name] for point in series if row.name in point["queued"]]
         stall_s = passed.stall_s.get(row.name, 0.0)
-        chunks = [slow.chunk for slow in passed.slowest.get(row.name, ())]
+        chunks = passed.slowest.get(row.name, NOTHING_SLOW)["chunk"].tolist()
         known = {name: value for name, value in row.to_dict().items() if name != "num_queued"}
         rows.append(
             StageRow(
@@ -384,5 +385,5 @@ def stage_rows(passed: Stats, series: Sequence[Mapping[str, Any]]) -> list[Stage
 
 def _slow_times(passed: Stats, row: StageStats) -> list[SlowTime]:
     least_s = _SLOW * (row.services.percentile(0.5) or 0.0)
-    found = sorted(passed.slowest.get(row.name, ()), key=lambda slow: slow.at_s)
+    found = sorted(rows_of(passed.slowest.get(row.name, NOTHING_SLOW)), key=lambda slow: slow.at_s)
     return [SlowTime(**slow._asdict()) for slow in found if slow.each_s >= least_s]

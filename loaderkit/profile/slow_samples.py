@@ -15,6 +15,7 @@ import numpy as np
 
 from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.diagnosis.stats import Stats
+from loaderkit.engine.metrics.slow_samples import NOTHING_SLOW, rows_of
 from loaderkit.errors import LoaderkitError
 from loaderkit.profile.report_parts import SlowItem
 from loaderkit.sources.base import Source
@@ -45,7 +46,7 @@ def slowest_items(passed: Stats, source: Source, begin_s: float) -> list[SlowIte
     ranked = []
     for stage, items in passed.slowest.items():
         usual_s = rows[stage].services.percentile(0.5) if stage in rows else None
-        for slow in items:
+        for slow in rows_of(items):
             item = SlowItem(
                 stage=stage,
                 seconds=slow.seconds,
@@ -68,7 +69,8 @@ def say_stragglers(passed: Stats, stage: str | None, source: Source) -> str:
     usual_s = None if row is None else row.services.percentile(0.5)
     if stage is None or usual_s is None:
         return ""
-    slow = [one for one in passed.slowest.get(stage, ()) if one.each_s > _STRAGGLER * usual_s and one.num_together == 1]
+    kept = rows_of(passed.slowest.get(stage, NOTHING_SLOW))
+    slow = [one for one in kept if one.each_s > _STRAGGLER * usual_s and one.num_together == 1]
     took_s: dict[int, float] = {}
     for one in slow:
         took_s[one.sample] = max(one.seconds, took_s.get(one.sample, 0.0))

@@ -9,7 +9,7 @@ from loaderkit.diagnosis.stats import Stats
 from loaderkit.diagnosis.verdict import Verdict
 from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
-from loaderkit.engine.metrics.slow_samples import Slow
+from loaderkit.engine.metrics.slow_samples import Slow, table_of
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
 from loaderkit.pipeline.config.registry import STAGES
@@ -60,5 +60,5 @@ def stats(
         memory={"budget_bytes": memory[0], "batch_bytes": memory[1]},
         trials={names[0]: trial},
         store={"ahead_wait_s": ahead_wait_s},
-        slowest=slow or {},
+        slowest={stage: table_of(items) for stage, items in (slow or {}).items()},
     )

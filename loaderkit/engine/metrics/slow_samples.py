@@ -8,9 +8,11 @@ is rare after the first seconds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from heapq import heappush, heappushpop, nlargest
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loaderkit.engine.work import Chunk
 
@@ -20,7 +22,7 @@ NUM_KEPT = 256
 class Slow(NamedTuple):
     """`num_together` samples, the first of them number `sample`, took `seconds` in a stage, until `at_s`."""
 
-    each_s: float  # seconds / num_together; the first field, so that tuples sort by it
+    each_s: float  # seconds / num_together
     at_s: float
     seconds: float
     epoch: int
@@ -31,14 +33,34 @@ class Slow(NamedTuple):
     chunk_s: float = 0.0
 
 
+SlowTable = NDArray[np.void]
+"""Slow samples as an array [n] with the fields of `Slow`: worker processes send theirs four times a second, for 1 % of the
+time that tuples take."""
+_DTYPE = np.dtype([*get_type_hints(Slow).items()])  # int64 and float64
+
+
+def table_of(items: Iterable[Slow]) -> SlowTable:
+    """A table of these."""
+    return np.array(list(items), _DTYPE)
+
+
+def rows_of(table: SlowTable) -> list[Slow]:
+    """The samples of a table."""
+    return [Slow(*row) for row in table.tolist()]
+
+
+NOTHING_SLOW = table_of([])
+
+
 class SlowItems:
     """The slowest samples of all workers of an engine; for any thread."""
 
-    __slots__ = ("_kept", "_lock", "least_s")
+    __slots__ = ("_kept", "_lock", "_num", "least_s")
 
     def __init__(self, num_stages: int) -> None:
         self._lock = threading.Lock()  # held while a sample is kept
-        self._kept: list[list[Slow]] = [[] for _ in range(num_stages)]  # heaps
+        self._kept = [np.empty(NUM_KEPT, _DTYPE) for _ in range(num_stages)]
+        self._num = [0] * num_stages
         self.least_s = [0.0] * num_stages
 
     def note(self, stage: int, chunk: Chunk, each_s: float, at_s: float) -> None:
@@ -52,19 +74,22 @@ class SlowItems:
         sample, place = chunk.index_of(row), (begin + row, num, each_s * num)
         slow = Slow(seconds / num_together, at_s, seconds, chunk.epoch, sample, num_together, *place)
         with self._lock:
-            kept = self._kept[stage]
-            if len(kept) < NUM_KEPT:
-                heappush(kept, slow)
-            else:
-                heappushpop(kept, slow)
-                self.least_s[stage] = kept[0].each_s
+            kept, num = self._kept[stage], self._num[stage]
+            if num < NUM_KEPT:
+                kept[num] = slow
+                self._num[stage] = num + 1
+            elif slow.each_s > self.least_s[stage]:  # another thread may have raised it
+                kept[kept["each_s"].argmin()] = slow
+            if self._num[stage] == NUM_KEPT:
+                self.least_s[stage] = float(kept["each_s"].min())
 
-    def kept(self, stage: int) -> tuple[Slow, ...]:
+    def kept(self, stage: int) -> SlowTable:
         """The slowest samples of a stage, in no order."""
         with self._lock:
-            return tuple(self._kept[stage])
+            return self._kept[stage][: self._num[stage]].copy()
 
 
-def slowest(items: Iterable[Slow]) -> tuple[Slow, ...]:
-    """The slowest of these, at most the number that is kept, the slowest first."""
-    return tuple(nlargest(NUM_KEPT, items))
+def slowest(tables: Sequence[SlowTable]) -> SlowTable:
+    """The slowest of all of these, at most the number that is kept, the slowest first."""
+    items = np.concatenate(tables)
+    return items.take(np.argsort(-items["each_s"], kind="stable")[:NUM_KEPT])

@@ -16,7 +16,7 @@ from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.host import HostStats, host_stats, merged_hosts
 from loaderkit.engine.metrics.nodes.charge import charged_to_workers
 from loaderkit.engine.metrics.nodes.counts import Nodes
-from loaderkit.engine.metrics.slow_samples import Slow, slowest
+from loaderkit.engine.metrics.slow_samples import SlowTable, slowest
 from loaderkit.engine.metrics.stalls import NETWORK, RESTART, START, WAKEUP
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
@@ -132,7 +132,7 @@ class Snapshot:
     lateness: Histogram = field(default_factory=Histogram)  # of a thread that wakes up and needs the GIL and a CPU
     trials: dict[str, ContentionResult] = field(default_factory=dict)
     """How one worker alone compares with all, by the first stage of a pool."""
-    slowest: dict[str, tuple[Slow, ...]] = field(default_factory=dict)
+    slowest: dict[str, SlowTable] = field(default_factory=dict)
     """The samples that took longest in the whole run, by stage; after `since`, those within the interval."""
     store: dict[str, float] = field(default_factory=dict)  # the connectors' counters; those not in _LEVELS only grow
     copies: dict[str, float] = field(default_factory=dict)  # to a GPU: see `transfer` in docs/reference.md
@@ -229,10 +229,7 @@ class Snapshot:
             stages=[stage.minus(before) for stage, before in zip(self.stages, earlier.stages, strict=True)],
             host=self.host.minus(earlier.host),
             lateness=self.lateness.minus(earlier.lateness),
-            slowest={
-                stage: tuple(slow for slow in slows if slow.at_s > earlier.now_s)
-                for stage, slows in self.slowest.items()
-            },
+            slowest={stage: table[table["at_s"] > earlier.now_s] for stage, table in self.slowest.items()},
             store={
                 name: value if name in _LEVELS else value - earlier.store.get(name, 0)
                 for name, value in self.store.items()
@@ -378,7 +375,7 @@ def merged(snapshots: Sequence[AnySnapshot]) -> AnySnapshot:
         },
         host=merged_hosts([snapshot.host for snapshot in snapshots]),
         slowest={
-            stage: slowest(slow for snapshot in snapshots for slow in snapshot.slowest.get(stage, ()))
+            stage: slowest([snapshot.slowest[stage] for snapshot in snapshots if stage in snapshot.slowest])
             for stage in {stage: None for snapshot in snapshots for stage in snapshot.slowest}
         },
         lateness=_all_of(snapshot.lateness for snapshot in snapshots),

@@ -46,9 +46,9 @@ def stats_here(stats: Snapshot, offset_s: float) -> Snapshot:
     """The same for counters."""
     if not offset_s:
         return stats
-    slowest = {
-        stage: tuple(slow._replace(at_s=slow.at_s - offset_s) for slow in kept) for stage, kept in stats.slowest.items()
-    }
+    slowest = {stage: table.copy() for stage, table in stats.slowest.items()}
+    for table in slowest.values():
+        table["at_s"] -= offset_s
     return replace(stats, now_s=stats.now_s - offset_s, slowest=slowest)
 
 

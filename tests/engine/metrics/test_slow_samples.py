@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from thread_switches import race
 
-from loaderkit.engine.metrics.slow_samples import NUM_KEPT, SlowItems, slowest
+from loaderkit.engine.metrics.slow_samples import NUM_KEPT, SlowItems, rows_of, slowest
 from loaderkit.engine.metrics.worker_clock import WorkerClock, WorkerStates
 from loaderkit.samples.chunk import BatchWork, SampleChunk
 
@@ -26,15 +26,15 @@ def test_the_slowest_are_kept(durations: list[float]) -> None:
         chunk.slowest = (seconds, 0)
         items.note(1, chunk, 1.0, float(sample))
         assert chunk.slowest is None
-    kept = [(slow.seconds, slow.sample) for slow in slowest(items.kept(1))]
+    kept = [(slow.seconds, slow.sample) for slow in rows_of(slowest([items.kept(1)]))]
     assert kept == sorted(((seconds, sample) for sample, seconds in enumerate(durations)), reverse=True)[:NUM_KEPT]
-    assert items.kept(0) == ()
+    assert not len(items.kept(0))
 
 
 def test_a_chunk_done_by_one_call_counts_as_a_whole() -> None:
     items = SlowItems(1)
     items.note(0, chunk_of(7, 8, 9, 10), 0.5, 1.0)
-    (slow,) = items.kept(0)
+    (slow,) = rows_of(items.kept(0))
     assert (slow.seconds, slow.each_s, slow.sample, slow.num_together, slow.epoch) == (2.0, 0.5, 7, 4, 3)
 
 
@@ -47,7 +47,7 @@ def test_several_workers_keep_the_slowest_of_all() -> None:
 
     race(work)
     expected = sorted((1.0 + n + worker / 10 for n in range(500) for worker in range(4)), reverse=True)
-    assert [slow.each_s for slow in slowest(items.kept(0))] == expected[:NUM_KEPT]
+    assert [slow.each_s for slow in rows_of(slowest([items.kept(0)]))] == expected[:NUM_KEPT]
 
 
 def test_several_processes_are_merged() -> None:
@@ -55,7 +55,7 @@ def test_several_processes_are_merged() -> None:
     for number, items in enumerate(workers):
         for n in range(NUM_KEPT):
             items.note(0, chunk_of(1000 * number + n), 1.0 + n + number / 10, 0.0)
-    merged = slowest(slow for items in workers for slow in items.kept(0))
+    merged = rows_of(slowest([items.kept(0) for items in workers]))
     assert len(merged) == NUM_KEPT
     assert [slow.sample for slow in merged[:3]] == [2000 + NUM_KEPT - 1, 1000 + NUM_KEPT - 1, NUM_KEPT - 1]
 
@@ -67,6 +67,6 @@ def test_a_clock_notes_what_its_stage_says() -> None:
     chunk = chunk_of(4, 5)
     chunk.slowest = (0.75, 1)
     worker_clock.served(0, 2, 0, chunk)
-    (slow,) = worker_clock.slow_items.kept(0)
+    (slow,) = rows_of(worker_clock.slow_items.kept(0))
     assert (slow.seconds, slow.sample, slow.num_together) == (0.75, 5, 1)
     assert (slow.position, slow.chunk, slow.chunk_s) == (1, 2, 1.0)

@@ -57,7 +57,7 @@ def check(folder: Path, num: int, seed: int) -> None:
 
 
 def test_a_sample(tmp_path: Path, rng: random.Random) -> None:
-    check(tmp_path, 500, rng.randrange(2**32))
+    check(tmp_path, 300, rng.randrange(2**32))
 
 
 @pytest.mark.prove

@@ -126,9 +126,12 @@ class Ways:
         except Exception as error:
             self.raw[f"{where.partition(' ')[0]}: {type(error).__name__}: {error}"[:200]] += 1
 
-    def all(self, files: Path) -> None:
+    def all(self, files: Path, others: Path | None = None) -> None:
+        """The files of a folder, in pipelines beside `others`, as a batch of bad samples alone is an error."""
         paths = sorted(files.iterdir())
-        for extension in sorted({path.suffix for path in paths}):
+        if others is not None:
+            shutil.copytree(others, files, dirs_exist_ok=True)
+        for extension in sorted({path.suffix for path in files.iterdir()}):
             self.pipelines(files, extension)
         self.shards(paths)
         for path in paths:
@@ -385,12 +388,12 @@ def main(folder: Path, report: Path, *what: str) -> None:
         guard.arm()
         misbehave(guard, folder / "odd")
     else:
-        ways.all(good_files(folder / "good"))
+        good = good_files(folder / "good")
+        ways.all(good)
         ways.failures.clear()
         ways.raw.clear()
         guard.arm()
-        shutil.copytree(folder / "good", folder / "odd", dirs_exist_ok=True)  # a batch of bad samples alone is an error
-        ways.all(folder / "odd")
+        ways.all(folder / "odd", good)
     guard.is_on = False
     report.write_text(json.dumps({"seen": guard.seen, "failures": ways.failures, "raw": ways.raw}))
 

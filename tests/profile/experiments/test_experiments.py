@@ -117,7 +117,7 @@ class LateStart:
 
 def test_tune_has_time_for_trials_after_a_long_start(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-3))  # on any machine
+    monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 4e-3))  # on any machine
     pipeline = Pipeline.dataset(list(range(64))).read().batch(4)
 
     @contextlib.contextmanager

@@ -229,3 +229,15 @@ def _measured(make: Callable[..., _ByName | _ByValue], value: Any, most: int) ->
 def unpack(stream: bytes | memoryview, buffers: Iterable[Any]) -> Any:
     """The value again, over the memory given as `buffers`."""
     return pickle.loads(stream, buffers=buffers)  # noqa: S301 - of our own process
+
+
+class Frozen:
+    """A value as it is now, with copies of its buffers: whoever unpickles this later has the value of now. Raises the errors
+    of pickle."""
+
+    def __init__(self, value: Any) -> None:
+        stream, buffers = pack(value)
+        self._stream, self._buffers = stream, [np.frombuffer(buffer, np.uint8).copy() for buffer in buffers]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack, (self._stream, self._buffers)

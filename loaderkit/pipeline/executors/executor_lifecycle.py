@@ -68,6 +68,8 @@ class ExecutorLifecycle:
         if executor is None:
             self.lifetime.check_open()
             executor = make_executor(self.plan, self._clock)
+            if self._sent is not None:
+                self._sent.note()
             if self._move is None and not self._has_decided:
                 self._move = self._make_move()
             self.settings.attach(executor)

@@ -32,12 +32,8 @@ class LiveSettings:
     none.
     """
 
-    def __init__(
-        self, tuning: Tuning, tuner: Tuner | None, check_more: Callable[[int], None] = lambda num: None
-    ) -> None:
-        """`check_more` raises ConfigError if there may not be that many processes besides those that run."""
+    def __init__(self, tuning: Tuning, tuner: Tuner | None) -> None:
         self._first = self._tuning = tuning
-        self._check_more = check_more
         self._tuner = tuner
         self._lock = threading.Lock()
         self._engine: Executor | None = None
@@ -121,8 +117,6 @@ class LiveSettings:
             stages = move.setting.stages
             try:
                 if move.setting.kind == "processes":
-                    if move.value > move.before:
-                        self._check_more(move.value - move.before)
                     self._set_processes(move.value)
                 elif stages:
                     self._set_workers(stages[0], stages, move.value)

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from loaderkit._internal.compare import differ
@@ -32,7 +31,7 @@ from loaderkit.pipeline.execution_plan import ExecutionPlan
 from loaderkit.pipeline.executor_rule import in_processes
 from loaderkit.pipeline.executors.engine_factory import describe_tuning
 from loaderkit.pipeline.executors.live_settings import LiveSettings, make_tuner
-from loaderkit.pipeline.executors.process_setup import is_small, make_remote_engine
+from loaderkit.pipeline.executors.process_setup import make_remote_engine, num_bytes_sent
 from loaderkit.pipeline.executors.sendable import sent_objects
 
 _LOOK_S, _WINDOW_S = 0.25, 0.5
@@ -69,27 +68,19 @@ class SentObjects:
         """The types of the random generators in them."""
         return [] if self._packed is None else sorted(self._packed.generators)
 
-    def check_more(self, num: int) -> None:
-        """Raise ConfigError if `num` processes that began now would get other objects than those that run have, or take
-        too much memory."""
-        try:
-            now = sent_objects(self._config, _MOST_BYTES)
-        except Exception as error:
-            raise ConfigError(f"what they would be sent cannot be pickled any more: {error}") from error
-        if now is None or now != self._packed:
-            raise ConfigError("what they would be sent has changed since the others started")
-        free_bytes, _ = free_memory()
-        if free_bytes is not None and now.num_bytes > free_bytes // (4 * num):
-            raise ConfigError(f"each would have its own copy of {say_bytes(now.num_bytes)}")
-
     def have_changed(self, epoch: int) -> bool:
-        """True if the objects have changed, in another epoch; their present state is noted."""
+        """True if the objects have changed, in another epoch."""
         if epoch == self._epoch:
             return False
-        before, self._epoch = self._packed, epoch
-        with suppress(Exception):  # they cannot be sent any more: processes keep what they have
-            self._packed = sent_objects(self._config, _MOST_BYTES)
-        return self._packed != before
+        self._epoch = epoch
+        try:
+            return sent_objects(self._config, _MOST_BYTES) != self._packed
+        except Exception:  # they cannot be sent any more: processes keep what they have
+            return False
+
+    def note(self) -> None:
+        """Other processes start, which get them as they are now. Raises the errors of pickle."""
+        self._packed = sent_objects(self._config, _MOST_BYTES)
 
 
 class ProcessMove:
@@ -187,18 +178,21 @@ class ProcessMove:
             return
         logger.info("%s: %d processes start, which will make the batches", what, num)
 
-    def _check_size(self, plan: ExecutionPlan, num: int) -> None:
-        """Raise ConfigError if what each process is sent would take too much memory."""
-        free_bytes, _ = free_memory()
-        most = min(_MOST_BYTES, (free_bytes or _MOST_BYTES * 4 * num) // (4 * num))
-        if not is_small(plan, most):
+    def _most_that_fit(self, plan: ExecutionPlan, num: int) -> int:
+        """How many processes there is memory for, each with a copy of what it is sent. Raises ConfigError if there is not
+        enough for `num`."""
+        free_bytes = free_memory()[0] or _MOST_BYTES * 4 * num
+        most = min(_MOST_BYTES, free_bytes // (4 * num))
+        num_bytes = num_bytes_sent(plan, most)
+        if num_bytes is None:
             raise ConfigError(
                 f"each of {num} processes would have its own copy, of more than {say_bytes(most)}. Set `prefetch: {{executor: "
                 "process}` if there is memory for them, or keep the data in files or arrays, mapped."
             )
+        return max(num, free_bytes // (4 * num_bytes))
 
     def _begun(self, plan: ExecutionPlan, num: int, position: tuple[int, int]) -> Moved:
-        self._check_size(plan, num)
+        most = self._most_that_fit(plan, num)
         objects = SentObjects(self._plan.config, position[0])
         if objects.generators:
             raise ConfigError(
@@ -207,12 +201,11 @@ class ProcessMove:
                 "process}` if they may."
             )
         tuning = describe_tuning(plan)
-        user_code = self._plan.compiled.context.user_code
-        settings = LiveSettings(
-            tuning,
-            make_tuner(plan.config, tuning),
-            lambda num: user_code.run(partial(objects.check_more, num)),
-        )
+        tuner = make_tuner(plan.config, tuning)
+        if tuner is not None:
+            usual = tuner.most_processes
+            tuner.most_processes = lambda now: min(most, usual(now))
+        settings = LiveSettings(tuning, tuner)
         engine = make_remote_engine(plan)
         try:
             settings.begin_with(num)

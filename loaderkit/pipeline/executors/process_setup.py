@@ -33,8 +33,10 @@ def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
     """An executor with worker processes, here or in a Ray cluster, which are not started yet. Raises MissingExtraError."""
     prefetch, ahead, trainer_stages = plan.config.prefetch, plan.for_workers, plan.trainer_stages
     make, free = _actor_maker(prefetch.ray) if prefetch.executor == "ray" else (WorkerProcess, None)
+    make_engine = worker_engine(ahead)
     spec = WorkerSpec(
-        worker_engine(ahead),
+        # Those that start later, or again, get what the first ones got, whatever the loop does to its objects.
+        make_engine if plan.moved_reason is None else packing.Frozen(make_engine),
         preload=make_worker_engine.__module__,
         rows=ahead.compiled.rows(),
         pools=[pool.stages for pool in ahead.compiled.described_pools(1)],
@@ -153,10 +155,12 @@ def check_depth(prefetch: PrefetchArgs) -> None:
         )
 
 
-def is_small(plan: ExecutionPlan, most: int) -> bool:
-    """False if what each process is sent has more than `most` bytes. Raises ConfigError if it cannot be pickled."""
+def num_bytes_sent(plan: ExecutionPlan, most: int) -> int | None:
+    """The bytes that each process is sent; None if there are more than `most`. Raises ConfigError if they cannot be
+    pickled."""
     try:
-        return packing.measured(worker_engine(plan.for_workers), most) is not None
+        sent = packing.measured(worker_engine(plan.for_workers), most)
+        return None if sent is None else sent.num_bytes
     except Exception:
         check_sendable(plan.for_workers.config, plan.connectors)  # names what cannot
         raise

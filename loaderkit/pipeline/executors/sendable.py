@@ -34,7 +34,7 @@ def check_sendable(config: PipelineConfig, connectors: Sequence[Connector | None
 
 def sent_objects(config: PipelineConfig, most: int) -> Packed | None:
     """The user's objects as they would be sent now; None if they have more than `most` bytes. Raises the errors of pickle."""
-    return measured([_objects(config), named_in_main(config)], most)
+    return measured([_objects(config), _args_of_others(config), named_in_main(config)], most)
 
 
 def _objects(config: PipelineConfig) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def unpack(stream: bytes | memoryview, buffers: Iterable[Any]) -> Any:
     return pickle.loads(stream, buffers=buffers)  # noqa: S301 - of our own process
 
 
-class Frozen:
+class PackedOnce:
     """A value as it is now, with copies of its buffers: whoever unpickles this later has the value of now. Raises the errors
     of pickle."""
 

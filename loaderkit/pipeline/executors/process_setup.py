@@ -36,7 +36,7 @@ def make_remote_engine(plan: ExecutionPlan) -> RemoteEngine:
     make_engine = worker_engine(ahead)
     spec = WorkerSpec(
         # Those that start later, or again, get what the first ones got, whatever the loop does to its objects.
-        make_engine if plan.moved_reason is None else packing.Frozen(make_engine),
+        make_engine if plan.moved_reason is None else packing.PackedOnce(make_engine),
         preload=make_worker_engine.__module__,
         rows=ahead.compiled.rows(),
         pools=[pool.stages for pool in ahead.compiled.described_pools(1)],

@@ -42,7 +42,6 @@ INTEGRATION = "integration"
 WHERE_ALL_IS_INSTALLED = ("integration and not prove", "not alone")  # make integration, make prove
 ROOT = Path(__file__).parents[1]
 HELPERS = ROOT / "tests" / "helpers"
-MOSTLY_WAIT = ROOT / "tests" / "connectors" / "s3"
 # Modules, and a folder of them, that import what only `make integration` installs.
 INTEGRATION_TESTS = {
     ROOT / "tests" / place
@@ -82,9 +81,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `matrix(n)`, `make test` runs n, the same ones for everyone; `make prove` runs all.
-    Tests that mostly wait come first: of the last ones each worker has some, and the CPUs would wait with them."""
-    items.sort(key=lambda item: MOSTLY_WAIT not in item.path.parents)
+    """Of the cases of a test marked `matrix(n)`, `make test` runs n, the same ones for everyone; `make prove` runs all."""
     if "not prove" not in config.option.markexpr:
         return
     wants = INTEGRATION in config.option.markexpr.replace(f"not {INTEGRATION}", "")

@@ -47,9 +47,8 @@ def see_samples(found: FoundSource) -> SeenSamples:
     decode = {"decode": {"masks": list(found.masks)}} if found.masks else "decode"
     section = {**found.section, "limit": _NUM_LISTED}
     stages = ["read", decode, {"batch": {"size": 1}}]
-    config = to_config(
-        {"source": section, "stages": stages, "prefetch": {"executor": "inline"}}
-    )  # nothing is read ahead
+    prefetch = {"executor": "inline"}  # nothing is read ahead
+    config = to_config({"source": section, "stages": stages, "prefetch": prefetch})
     fields: dict[str, list[Seen]] = {}
     errors: list[Exception] = []
     num_bytes, is_encoded = 0, False

@@ -232,7 +232,8 @@ def unpack(stream: bytes | memoryview, buffers: Iterable[Any]) -> Any:
 
 
 class PackedOnce:
-    """A value as it is now, with copies of its buffers: each process that is sent this, now or later, gets that value. Raises the errors of pickle."""
+    """A value as it is now, with copies of its buffers: each process that is sent this, now or later, gets that value.
+    Raises the errors of pickle."""
 
     def __init__(self, value: Any) -> None:
         stream, buffers = pack(value)

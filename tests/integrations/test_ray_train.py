@@ -143,35 +143,47 @@ def check_reports(folder: Path, num_workers: int) -> list[int]:
     return [report[0]["step"] for report in reports]
 
 
+@pytest.mark.prove
+def test_no_step_is_lost_if_the_program_of_a_node_gets_sigterm(
+    tmp_path: Path, rng: random.Random, expected: Expected
+) -> None:
+    node_at, save_every = rng.randrange(1, NUM_STEPS), rng.choice([1, 3, 50])
+    arguments = ("--steps", NUM_STEPS, "--save-every", save_every, "--folder", tmp_path / "run")
+    with ray_cluster(2) as cluster, started_node(cluster.address, 1) as node:
+        (tmp_path / "node").write_text(str(node))
+        found = losses(cluster.address, DYING, tmp_path, f"node:{node_at}", *arguments)
+    nodes = [set(ranks) for ranks in zip(*(nodes_of_attempts(tmp_path, rank) for rank in range(2)), strict=True)]
+    assert [len(names) for names in nodes] == [2, 1], "the next workers are not on the node that was taken away"
+    assert check_attempt(tmp_path, 0, 2, expected) == range(1, node_at + 1)
+    assert check_attempt(tmp_path, 1, 2, expected) == range(node_at + 1, NUM_STEPS + 1)
+    assert found == expected.lines, (node_at, save_every)
+
+
 def test_signals_and_other_numbers_of_workers(tmp_path: Path, rng: random.Random, expected: Expected) -> None:
-    """SIGTERM to the program of a node, to a worker, to the driver; then 4 workers and 1 go on."""
-    node_at, worker_at = sorted(rng.sample(range(2, 6), 2))
-    driver_at, save_every = rng.randrange(worker_at + 3, NUM_STEPS), rng.choice([1, 2])
+    """SIGTERM to a worker, and to the driver; then 4 workers and 1 go on."""
+    worker_at, save_every = rng.randrange(2, 7), rng.choice([1, 2])
+    driver_at = rng.randrange(worker_at + 3, NUM_STEPS)
     arguments = ("--steps", NUM_STEPS, "--save-every", save_every, "--report-every", 2)
-    events = f"node:{node_at},worker:{worker_at},driver:{driver_at}"
     at_two, at_four, at_one = tmp_path / "two", tmp_path / "four", tmp_path / "one"
-    with ray_cluster(4) as cluster, started_node(cluster.address, 1) as node:
-        at_two.mkdir()
-        (at_two / "node").write_text(str(node))
+    with ray_cluster(4) as cluster:
+        events = f"worker:{worker_at},driver:{driver_at}"
         ended = run(cluster.address, DYING, at_two, events, *arguments, "--folder", at_two / "run")
         for folder in (at_four, at_one):
             shutil.copytree(at_two / "run", folder / "run")
         four = (at_four, "", *arguments, "--workers", 4, "--folder", at_four / "run")
         one = (at_one, "", *arguments, "--workers", 1, "--folder", at_one / "run")
         printed = losses(cluster.address, DYING, *four, "--", *one)
-    case = (node_at, worker_at, driver_at, save_every)
+    case = (worker_at, driver_at, save_every)
 
     assert ended.returncode > 0, ended.stderr  # it has ended by itself
-    nodes = [set(ranks) for ranks in zip(*(nodes_of_attempts(at_two, rank) for rank in range(2)), strict=True)]
-    assert [len(names) for names in nodes] == [2, 1, 1], "later workers are not on the node that was taken away"
-    first, second, third = (check_attempt(at_two, attempt, 2, expected) for attempt in range(3))
-    assert (first, second, third[-1]) == (range(1, node_at + 1), range(node_at + 1, worker_at + 1), driver_at), case
-    check_resumed(third[0], worker_at, save_every, node_at)
+    first, second = (check_attempt(at_two, attempt, 2, expected) for attempt in range(2))
+    assert (first, second[-1]) == (range(1, worker_at + 1), driver_at), case
+    check_resumed(second[0], worker_at, save_every)
     check_reports(at_two, 2)
 
     resumed = check_attempt(at_four, 0, 4, expected)
     assert check_attempt(at_one, 0, 1, expected) == resumed
-    check_resumed(resumed[0], driver_at, save_every, node_at)
+    check_resumed(resumed[0], driver_at, save_every)
     assert resumed[-1] == NUM_STEPS
     for lines in printed[:NUM_STEPS], printed[NUM_STEPS:]:
         assert lines[: resumed[0] - 1] == expected.lines[: resumed[0] - 1], case  # of the two, to the last bit
@@ -180,9 +192,9 @@ def test_signals_and_other_numbers_of_workers(tmp_path: Path, rng: random.Random
         assert check_reports(folder, num_workers) == [step for step in resumed if step % 2 == 0]
 
 
-def check_resumed(first: int, signalled: int, save_every: int, forced: int) -> None:
+def check_resumed(first: int, signalled: int, save_every: int) -> None:
     """Behind what was saved when the signal came, or, if that was not whole yet, behind the save before."""
-    saved = [0, *(step for step in range(1, signalled) if step % save_every == 0 or step == forced)]
+    saved = [0, *range(save_every, signalled, save_every)]
     assert first - 1 in saved[-2:], (first, signalled, saved)
 
 

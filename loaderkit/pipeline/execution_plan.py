@@ -33,6 +33,7 @@ from loaderkit.sources.bad_shards import check_number
 from loaderkit.sources.base import OwnedConnector, Source
 from loaderkit.sources.mixture import open_mixture
 from loaderkit.stages.base import StageConfig
+from loaderkit.stages.sequence.tokenize import warn_of_padding
 from loaderkit.stages.slowed import Slowdown
 
 logger = logging.getLogger("loaderkit")
@@ -173,6 +174,7 @@ def compile_pipeline(
             place=place,
         )
         _ = plan.compiled  # raises here if a stage is wrong
+        warn_of_padding(config.all_stages, config.batch)
         opened.pop_all()
     return plan
 

@@ -278,8 +278,8 @@ def warn_of_padding(stages: Iterable[StageConfig], batch: BatchArgs) -> None:
             fits = value == tokenizer.pad_id or (is_masked and value == tokenizer.eos_id)
             if value is not None and tokenizer.pad_id is not None and not fits:
                 logger.warning(
-                    "stages.batch.pad_value: %r is padded with %g, and the pad token of its tokenizer (stages.%s) is %d: what "
-                    "tells padding by that token takes it for text. Write pad_value: {%s: %d}",
+                    "stages.batch.pad_value: %r is padded with %g, and the pad token of its tokenizer (stages.%s) is %d: code "
+                    "that looks for the pad token takes this padding for text. Write pad_value: {%s: %d}",
                     name,
                     value,
                     stage.name,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -457,53 +456,6 @@ class TestWhatIsSaid:
         assert sum("all its labels are -100" in record.message for record in caplog.records) == 1
         with pytest.raises(StageError, match=r"`max_length` is 12"):
             rows_of(described(data, marked, max_length=12, too_long="bad"))
-
-    @pytest.mark.parametrize(
-        ("batch", "settings", "said"),
-        [
-            ({"pad_value": {"input_ids": 3}}, {}, None),
-            ({"pad_value": {"input_ids": 0}}, {}, "'input_ids' is padded with 0, .* is 3: .*{input_ids: 3}"),
-            ({"ragged": {"input_ids": "pad"}, "pad_value": 7}, {}, "padded with 7"),
-            ({"pad_value": {"input_ids": 0}, "attention_mask": "mask"}, {}, "padded with 0"),
-            # The end token as padding: the tokenizer's own pad token, or none but told by a mask.
-            ({"pad_value": {"input_ids": 5}}, {"pad_token": "</s>"}, None),
-            ({"pad_value": {"input_ids": 5}, "attention_mask": "mask"}, {}, None),
-            ({"pad_value": {"input_ids": 5}, "attention_mask": {"mask": "input_ids"}}, {}, None),
-            ({"pad_value": {"input_ids": 5}}, {}, "padded with 5"),
-            ({"pad_value": {"input_ids": 0}}, {"pad_token": None}, None),
-        ],
-    )
-    def test_another_padding_than_the_tokenizers(
-        self,
-        tmp_path: Path,
-        batch: dict[str, Any],
-        settings: dict[str, Any],
-        said: str | None,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        folder = write_tokenizer(tmp_path / "tokenizer", **settings)
-        data = write_lines(tmp_path / "texts.jsonl", [{"text": "a b"}, {"text": "a"}])
-        pipeline = described(data, folder, chat=None, text="text", mask=None, batch={"size": 2, **batch})
-        with loaderkit.build(pipeline):
-            pass
-        warnings = [record.message for record in caplog.records if "pad_value" in record.message]
-        assert len(warnings) == (said is not None)
-        assert said is None or re.search(said, warnings[0])
-
-    def test_the_padding_of_each_of_a_pair(
-        self, tmp_path: Path, marked: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Also if they are tokenized by a source's own stages."""
-        data = write_lines(tmp_path / "pairs.jsonl", [{"a": "x", "b": "x y z"}] * 4)
-        batch = {"size": 2, "pad_value": {"a_input_ids": 3, "b_input_ids": 2}}
-        pipeline = described(data, marked, chat=None, text=["a", "b"], mask=None, batch=batch)
-        _, tokenize, _ = pipeline["stages"]
-        source = {**pipeline.pop("source"), "name": "pairs", "stages": [tokenize]}
-        mixed = {**pipeline, "sources": [source], "stages": ["read", {"batch": batch}]}
-        with loaderkit.build(mixed):
-            pass
-        (warning,) = (record.message for record in caplog.records if "pad_value" in record.message)
-        assert "'b_input_ids' is padded with 2" in warning
 
     @pytest.mark.parametrize(
         ("sample", "said"),

@@ -33,7 +33,6 @@ from loaderkit.sources.bad_shards import check_number
 from loaderkit.sources.base import OwnedConnector, Source
 from loaderkit.sources.mixture import open_mixture
 from loaderkit.stages.base import StageConfig
-from loaderkit.stages.sequence.tokenize import warn_of_padding
 from loaderkit.stages.slowed import Slowdown
 
 logger = logging.getLogger("loaderkit")
@@ -174,7 +173,8 @@ def compile_pipeline(
             place=place,
         )
         _ = plan.compiled  # raises here if a stage is wrong
-        warn_of_padding(config.all_stages, config.batch)
+        for stage in config.all_stages:
+            STAGES[stage.kind].look_at_batch(stage, config.batch)
         opened.pop_all()
     return plan
 

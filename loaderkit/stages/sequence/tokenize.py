@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -266,27 +266,26 @@ def _eos_of(args: TokenizeArgs, tokenizer: TextTokenizer) -> str | None:
     return tokenizer.eos
 
 
-def warn_of_padding(stages: Iterable[StageConfig], batch: BatchArgs) -> None:
+def _look_at_padding(stage: StageConfig, batch: StageArgs) -> None:
     """Log a warning for tokens that `batch` pads with another value than their tokenizer's pad token. Its end token is as good
     where an attention mask tells the padding."""
-    for stage in stages:
-        if not isinstance(stage.args, TokenizeArgs):
-            continue
-        tokenizer = load_tokenizer(stage.args.tokenizer)
-        for name in (f"{prefix}input_ids" for prefix in stage.args.prefixes.values()):
-            value, is_masked = batch.padding_of(name), not {None, name}.isdisjoint(batch.masks.values())
-            fits = value == tokenizer.pad_id or (is_masked and value == tokenizer.eos_id)
-            if value is not None and tokenizer.pad_id is not None and not fits:
-                logger.warning(
-                    "stages.batch.pad_value: %r is padded with %g, and the pad token of its tokenizer (stages.%s) is %d: code "
-                    "that looks for the pad token takes this padding for text. Write pad_value: {%s: %d}",
-                    name,
-                    value,
-                    stage.name,
-                    tokenizer.pad_id,
-                    name,
-                    tokenizer.pad_id,
-                )
+    assert isinstance(stage.args, TokenizeArgs)
+    assert isinstance(batch, BatchArgs)
+    tokenizer = load_tokenizer(stage.args.tokenizer)
+    for name in (f"{prefix}input_ids" for prefix in stage.args.prefixes.values()):
+        value, is_masked = batch.padding_of(name), not {None, name}.isdisjoint(batch.masks.values())
+        fits = value == tokenizer.pad_id or (is_masked and value == tokenizer.eos_id)
+        if value is not None and tokenizer.pad_id is not None and not fits:
+            logger.warning(
+                "stages.batch.pad_value: %r is padded with %g, and the pad token of its tokenizer (stages.%s) is %d: code "
+                "that looks for the pad token takes this padding for text. Write pad_value: {%s: %d}",
+                name,
+                value,
+                stage.name,
+                tokenizer.pad_id,
+                name,
+                tokenizer.pad_id,
+            )
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:
@@ -313,4 +312,5 @@ TOKENIZE = StageKind(
     is_contained=True,
     paths=frozenset({"tokenizer", "template"}),
     contents=_contents,
+    look_at_batch=_look_at_padding,
 )

@@ -13,7 +13,7 @@ from loaderkit.cli.outputs import check_free
 from loaderkit.cli.script import IsModule, ScriptArguments, ScriptName, check_script, exit_code, run_script
 from loaderkit.cli.terminal import console
 from loaderkit.cli.terminal.options import Settings
-from loaderkit.profile.port.first import FirstLoader, ScriptStop
+from loaderkit.profile.port.first_loader import FirstLoader, ScriptStop
 
 if TYPE_CHECKING:
     from loaderkit.profile.port.check import Build

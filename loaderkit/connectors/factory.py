@@ -11,7 +11,7 @@ from loaderkit._internal.extensions import Registry
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import RetryArgs, StoreArgs
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.layers.retry_layer import RetryConnector
 from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.errors import ConfigError
 

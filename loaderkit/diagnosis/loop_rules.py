@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.diagnosis import changes
-from loaderkit.diagnosis.conclusion import without_stage
 from loaderkit.diagnosis.evidence import after_start, more_cpus, quota, say_memory, waited
 from loaderkit.diagnosis.interval import HARMLESS, NUM_SURE, SPARE, Interval
+from loaderkit.diagnosis.make_verdict import without_stage
 from loaderkit.diagnosis.verdict import Remedy, Setting, Verdict
 from loaderkit.engine.metrics.nodes.counts import NodeStats
 from loaderkit.engine.metrics.stalls import MEMORY, NETWORK, RELEASE, RESTART, START, WAKEUP

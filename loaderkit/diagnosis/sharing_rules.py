@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from loaderkit._internal.units import say_seconds
 from loaderkit.diagnosis import changes
-from loaderkit.diagnosis.conclusion import BUSY, confidence_of_comparison, of_stage
 from loaderkit.diagnosis.evidence import compared
 from loaderkit.diagnosis.interval import WAITING, Interval
+from loaderkit.diagnosis.make_verdict import BUSY, confidence_of_comparison, of_stage
 from loaderkit.diagnosis.stage_facts import COMPUTING, LITTLE_CPU, Facts, StageFacts, is_of_user
 from loaderkit.diagnosis.verdict import Remedy, Verdict
 from loaderkit.engine.metrics.host import thread_variables

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from loaderkit._internal.units import say_seconds
 from loaderkit.diagnosis import changes
-from loaderkit.diagnosis.conclusion import BUSY, confidence_of_comparison, of_stage
 from loaderkit.diagnosis.evidence import compared, say_memory
 from loaderkit.diagnosis.interval import WAITING
+from loaderkit.diagnosis.make_verdict import BUSY, confidence_of_comparison, of_stage
 from loaderkit.diagnosis.sharing_rules import MOVE_LESS, is_held_by_one
 from loaderkit.diagnosis.stage_facts import (
     ALL_ALONE,

@@ -24,7 +24,7 @@ from loaderkit.engine.metrics.trace import WHOLE, Trace, finished_lane, new_entr
 from loaderkit.engine.metrics.tuning import Tuning
 from loaderkit.engine.metrics.worker_clock import Clock, WorkerClock, WorkerStates
 from loaderkit.engine.pools import Buffer, PoolPlan
-from loaderkit.engine.turn import Turn
+from loaderkit.engine.serial_turn import Turn
 from loaderkit.engine.work import Chunk, Stage, WorkItem
 from loaderkit.errors import ConfigError
 

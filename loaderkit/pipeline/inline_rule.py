@@ -6,7 +6,7 @@ from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.units import say_bytes
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.layers.retry_layer import RetryConnector
 from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.sources.base import Source
 

@@ -16,7 +16,7 @@ Place = tuple[int, int]
 """(epoch, global position) at which a batch begins."""
 
 
-class Seat(NamedTuple):
+class Begin(NamedTuple):
     """Where a process begins: from `base` on it makes the batches of `shard`, counted from there; `first` is its first
     batch."""
 
@@ -93,7 +93,7 @@ class BatchDealing:
         if self.turn == 0:
             self._round = self.next_position
 
-    def seat(self, number: int, num_finished: int = 0) -> Seat | None:
+    def begin_of(self, number: int, num_finished: int = 0) -> Begin | None:
         """Where a process with this number begins that makes its remaining batches: those neither delivered nor among
         the `num_finished` that wait for delivery. None if none remain, as it makes no batches behind the border."""
         num_here = self._num_left_of(number)
@@ -109,7 +109,7 @@ class BatchDealing:
             base = self._after(self.border, (num_finished - num_here) * self.num_behind)
         else:
             return None
-        return Seat(base, shard, self._after(base, number))
+        return Begin(base, shard, self._after(base, number))
 
     def _num_left_of(self, number: int) -> int | None:
         """How many batches of a process, up to the border, are not delivered; None without a border."""

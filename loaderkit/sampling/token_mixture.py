@@ -34,7 +34,7 @@ _MOST_LAG = 1 << 60  # the sum of the weights times the longest sample
 _KEPT_BLOCKS, _KEPT_EPOCHS = 4, 3
 
 
-class _Stand(NamedTuple):
+class _Progress(NamedTuple):
     """How far the sources are at a position of an epoch: int64 [sources] each."""
 
     position: int
@@ -45,23 +45,23 @@ class _Stand(NamedTuple):
 
 
 class _Walk:
-    """Walks through an epoch from a `_Stand` on."""
+    """Walks through an epoch from a `_Progress` on."""
 
-    def __init__(self, mixture: TokenMixture, begin: Int64, stand: _Stand) -> None:
+    def __init__(self, mixture: TokenMixture, begin: Int64, progress: _Progress) -> None:
         """`begin`: the places of the sources at the begin of the epoch."""
         self._mixture = mixture
         self._begin = begin
-        self.position, self._segment = stand.position, stand.segment
-        self.places, self.tokens, self._lags = stand.places.copy(), stand.tokens.copy(), stand.lags.copy()
+        self.position, self._segment = progress.position, progress.segment
+        self.places, self.tokens, self._lags = progress.places.copy(), progress.tokens.copy(), progress.lags.copy()
         self.ended: list[Segment] = []
         self.is_over = False
         nothing = np.zeros(0, np.int64)
         self._ahead = [(nothing, nothing)] * len(begin)  # by source indices and lengths of samples from its place on
 
     @property
-    def stand(self) -> _Stand:
+    def progress(self) -> _Progress:
         """Where it has come to."""
-        return _Stand(self.position, self.places.copy(), self.tokens.copy(), self._lags.copy(), self._segment)
+        return _Progress(self.position, self.places.copy(), self.tokens.copy(), self._lags.copy(), self._segment)
 
     def turns(self, num: int) -> Int64:
         """The indices of the next `num` samples, or of as many as are left in the epoch."""
@@ -142,24 +142,24 @@ class _WalkedEpoch:
     def __init__(self, begin: Int64) -> None:
         zeros = np.zeros(len(begin), np.int64)
         self.begin = begin
-        self.stands = [_Stand(0, begin, zeros, zeros, None)]
+        self.reached = [_Progress(0, begin, zeros, zeros, None)]
         self.segments: list[Segment] = []  # those that have ended
-        self.end: _Stand | None = None
-        self._walk: _Walk | None = None  # from the last stand on
+        self.end: _Progress | None = None
+        self._walk: _Walk | None = None  # from the last progress on
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_walk": None}
 
     def next_block(self, mixture: TokenMixture) -> Int64:
         """The samples of the block that follows the walked part of an epoch whose end is not known."""
-        walk = self._walk or _Walk(mixture, self.begin, self.stands[-1])
+        walk = self._walk or _Walk(mixture, self.begin, self.reached[-1])
         indices = walk.turns(_BLOCK)
         self.segments += walk.ended
         walk.ended = []
         if walk.is_over:
-            self.end, self._walk = walk.stand, None
+            self.end, self._walk = walk.progress, None
         else:
-            self.stands.append(walk.stand)
+            self.reached.append(walk.progress)
             self._walk = walk
         return indices
 
@@ -250,14 +250,14 @@ class TokenMixture(SampleOrder):
                 return [int(place) for place in course.end.places]
             block = self._block(epoch, number)[:inside]
             counts = np.bincount(self._orders.sources_of(block), minlength=len(self.sources))
-            return [int(place) for place in course.stands[number].places + counts]
+            return [int(place) for place in course.reached[number].places + counts]
 
     def course(self, epoch: int, position: int) -> list[Segment]:
         with self._lock:
             course = self._course(epoch)
-            while course.end is None and course.stands[-1].position < position:
+            while course.end is None and course.reached[-1].position < position:
                 course.next_block(self)
-            last = course.stands[-1].segment if course.end is None else None
+            last = course.reached[-1].segment if course.end is None else None
             return [one for one in [*course.segments, *([last] if last else [])] if one.begin < position]
 
     def explained(self) -> list[Mapping[str, object]]:
@@ -268,9 +268,9 @@ class TokenMixture(SampleOrder):
             if self.rules.stop != "never":
                 end = self._end_of(0)
                 return explained(self.sources, course.segments, end.places.tolist(), end.tokens.tolist())
-            while course.stands[-1].position <= last:
+            while course.reached[-1].position <= last:
                 course.next_block(self)
-            here = course.stands[-1]
+            here = course.reached[-1]
             assert here.segment is not None
             segments = [*course.segments, here.segment]
             return explained(self.sources, segments, here.places.tolist(), here.tokens.tolist())
@@ -305,11 +305,11 @@ class TokenMixture(SampleOrder):
             return block
 
     def _made(self, course: _WalkedEpoch, number: int) -> Int64:
-        while course.end is None and len(course.stands) <= number:
+        while course.end is None and len(course.reached) <= number:
             course.next_block(self)
-        if course.end is None and len(course.stands) == number + 1:
+        if course.end is None and len(course.reached) == number + 1:
             return course.next_block(self)
-        return _Walk(self, course.begin, course.stands[number]).turns(_BLOCK)
+        return _Walk(self, course.begin, course.reached[number]).turns(_BLOCK)
 
     def _course(self, epoch: int) -> _WalkedEpoch:
         with self._lock:
@@ -334,7 +334,7 @@ class TokenMixture(SampleOrder):
             self._begins.append(self._end_of(len(self._begins) - 1).places)
         return self._begins[epoch]
 
-    def _end_of(self, epoch: int) -> _Stand:
+    def _end_of(self, epoch: int) -> _Progress:
         with self._lock:
             course = self._course(epoch)
             while course.end is None:

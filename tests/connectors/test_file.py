@@ -21,7 +21,7 @@ from loaderkit import native
 from loaderkit._internal.hashing import address_of_hash
 from loaderkit.connectors.base import BulkReads, Hashed, writes_of
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.layers.retry_layer import RetryConnector
 from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.errors import ConnectorError, ObjectChangedError, ObjectNotFoundError, ShortReadError
 

@@ -20,7 +20,7 @@ from power_cut import DroppingConnector
 from loaderkit.connectors import file_writes
 from loaderkit.connectors.base import ObjectWriter, Writes, writes_of
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.layers.retry_layer import RetryConnector
 from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.connectors.writing import put_in_parts
 from loaderkit.errors import AccessDeniedError, ConnectorError, ObjectNotFoundError

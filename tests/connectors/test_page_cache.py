@@ -10,7 +10,7 @@ import pytest
 from file_systems import can_be_read_around
 
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.layers.retry_layer import RetryConnector
 from loaderkit.connectors.page_cache import cached_share, evict, parts_of
 from loaderkit.connectors.retries import RetryPolicy
 

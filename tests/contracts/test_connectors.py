@@ -32,7 +32,7 @@ from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.connectors.layers.cache import CacheConnector
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
-from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.layers.retry_layer import RetryConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.ranges import RangeSlice
 from loaderkit.connectors.retries import RetryPolicy

@@ -26,7 +26,7 @@ from loaderkit.connectors.base import Connector
 from loaderkit.connectors.config import RetryArgs, S3Args
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
-from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.layers.retry_layer import RetryConnector
 from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.connectors.s3 import S3Connector
 

@@ -70,12 +70,12 @@ class Simulation:
 
     def begin(self, number: int, finished: deque[BatchWork]) -> None:
         """A process in the place of one that left `finished`, or a new one."""
-        seat, dealing = self.dealing.seat(number, len(finished)), self.dealing
-        if seat is None:
+        begin, dealing = self.dealing.begin_of(number, len(finished)), self.dealing
+        if begin is None:
             self.workers[number].finished = finished
             return
-        worker = self.workers[number] = Worker(self.cursor(seat.shard, seat.base), self.depth, finished)
-        if dealing.border is not None and seat.first < dealing.border:
+        worker = self.workers[number] = Worker(self.cursor(begin.shard, begin.base), self.depth, finished)
+        if dealing.border is not None and begin.first < dealing.border:
             worker.cursor.redeal(dealing.border, self.shard_behind(number))
 
     def shard_behind(self, number: int) -> Shard | None:

@@ -12,9 +12,9 @@ from tf_records import example, record
 from loaderkit import Pipeline, native
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import FormatError
-from loaderkit.sources.serial.beside import write_index
 from loaderkit.sources.serial.lines import parse_json
 from loaderkit.sources.serial.offsets import parse
+from loaderkit.sources.serial.offsets_file import write_index
 from loaderkit.sources.serial.records import parse_idx, scan_records
 from loaderkit.sources.serial.scan import find_lines
 

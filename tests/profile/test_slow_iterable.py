@@ -17,7 +17,7 @@ from loaderkit.engine.metrics.contention import ContentionResult
 from loaderkit.engine.metrics.histogram import Histogram
 from loaderkit.engine.metrics.snapshot import StageStats
 from loaderkit.engine.metrics.tuning import PoolTuning, Tuning
-from loaderkit.engine.turn import Turn
+from loaderkit.engine.serial_turn import Turn
 from loaderkit.profile.report_parts import VerdictPart
 from loaderkit.profile.settings_patch import verdict_part
 

@@ -55,12 +55,12 @@ class TestAProcessInThePlaceOfAnother:
         assert dealing.turn == num_delivered % num_processes
         expected = [said(whole.next()) for _ in range(num_processes * (num_finished + 4))]
         own = expected[(number - dealing.turn) % num_processes + num_finished * num_processes :: num_processes]
-        seat = dealing.seat(number, num_finished)
-        assert seat is not None
-        successor = BatchCursor(order, schedule, shard=seat.shard)
-        successor.seek(*seat.base)
+        begin = dealing.begin_of(number, num_finished)
+        assert begin is not None
+        successor = BatchCursor(order, schedule, shard=begin.shard)
+        successor.seek(*begin.base)
         assert [said(successor.next()) for _ in own] == own
-        assert seat.first == own[0][:2]
+        assert begin.first == own[0][:2]
 
 
 @st.composite

@@ -19,7 +19,7 @@ from waiting import join_threads, messages_with, wait_for
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.engine.turn import Turn
+from loaderkit.engine.serial_turn import Turn
 from loaderkit.errors import ConfigError, SourceError
 
 INLINE = EXECUTORS["inline"]

@@ -17,11 +17,11 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
-from loaderkit.checkpoint.boxes import boxes_in
 from loaderkit.checkpoint.contents import TensorEntry, TensorShard, strides_of
 from loaderkit.checkpoint.formats.plain_values import FrozenTable
 from loaderkit.checkpoint.formats.restricted_pickle import shown
 from loaderkit.checkpoint.formats.torch_zip import View
+from loaderkit.checkpoint.tensor_boxes import boxes_in
 from loaderkit.errors import FormatError
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")

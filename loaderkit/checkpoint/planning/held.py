@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from loaderkit.checkpoint.boxes import Box, boxes_in
 from loaderkit.checkpoint.planning.division import HeldBox, divide
+from loaderkit.checkpoint.tensor_boxes import Box, boxes_in
 from loaderkit.errors import CheckpointError
 
 

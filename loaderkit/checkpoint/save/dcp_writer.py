@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from loaderkit.checkpoint.boxes import Box
 from loaderkit.checkpoint.discovery.description import DCP, SAFETENSORS, Format
 from loaderkit.checkpoint.discovery.locate import SaveTarget, save_target
 from loaderkit.checkpoint.formats.dcp import MAX_TIED
@@ -41,6 +40,7 @@ from loaderkit.checkpoint.save.safetensors.layout import Offer
 from loaderkit.checkpoint.save.safetensors.writer import RankWork, SafetensorsSave, kept_plan
 from loaderkit.checkpoint.save.staging import HostCopies
 from loaderkit.checkpoint.save.tensor_bytes import identity_of, plain_tensor
+from loaderkit.checkpoint.tensor_boxes import Box
 from loaderkit.connectors.base import Connector, traits_of, writes_of
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError
 

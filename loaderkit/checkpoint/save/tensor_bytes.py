@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaderkit.checkpoint.boxes import boxes_in
+from loaderkit.checkpoint.tensor_boxes import boxes_in
 
 _NUM_SAMPLES = 512
 _PLACES = np.random.default_rng(0).random(_NUM_SAMPLES)  # the same in every process

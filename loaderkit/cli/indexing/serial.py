@@ -35,7 +35,7 @@ def has_records(key: str) -> bool:
 
 def index_key(key: str) -> str | None:
     """The key of a file's index; None if the file holds neither lines nor records."""
-    from loaderkit.sources.serial.beside import key_beside
+    from loaderkit.sources.serial.offsets_file import key_beside
     from loaderkit.sources.serial.records import keys_beside
 
     return key_beside(key) if has_lines(key) else keys_beside(key)[0] if has_records(key) else None
@@ -48,8 +48,8 @@ def indexed(connector: Connector, info: ObjectInfo) -> Indexed:
 
 def _lines(connector: Connector, info: ObjectInfo) -> Indexed:
     """Of JSON lines, blank ones are no samples."""
-    from loaderkit.sources.serial.beside import read_index, write_index
     from loaderkit.sources.serial.offsets import parse
+    from loaderkit.sources.serial.offsets_file import read_index, write_index
     from loaderkit.sources.serial.scan import find_lines
 
     data = write_index(connector, info, find_lines(connector, info))

@@ -8,9 +8,9 @@ from typing import Any
 
 from loaderkit._internal.system.cgroups import free_memory
 from loaderkit._internal.units import say_seconds, say_size
-from loaderkit.diagnosis.conclusion import conclude
 from loaderkit.diagnosis.evidence import more_cpus, quota, waited
 from loaderkit.diagnosis.interval import Interval
+from loaderkit.diagnosis.make_verdict import conclude
 from loaderkit.diagnosis.stage_facts import COMPUTING
 from loaderkit.diagnosis.verdict import Remedy, Setting, Verdict
 from loaderkit.diagnosis.watched.counters import COLLATE, LoaderArguments, WatchedCounters, WatchedSnapshot

@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 
 from loaderkit._internal.units import say_seconds, say_size
 from loaderkit.diagnosis import causes
-from loaderkit.diagnosis.conclusion import BUSY
 from loaderkit.diagnosis.evidence import after_start, more_cpus, quota, waited
 from loaderkit.diagnosis.interval import HARMLESS, SPARE, WAITING, Interval
+from loaderkit.diagnosis.make_verdict import BUSY
 from loaderkit.diagnosis.stage_facts import COMPUTING
 from loaderkit.diagnosis.verdict import Remedy, Verdict
 from loaderkit.diagnosis.watched.counters import (

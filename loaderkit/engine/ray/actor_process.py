@@ -158,7 +158,7 @@ class ActorProcess:
 
     def _note(self, name: str, arguments: tuple[Any, ...]) -> None:
         """What a command changes on this side."""
-        if name in ("seek", "seat"):
+        if name in ("seek", "begin"):
             self.inbox.seek(arguments[0])
         elif name == "share":
             self._shard, num_batches, *_ = arguments

@@ -64,9 +64,9 @@ class ActorServer(BatchServer):
         """Continue at another position. The trainer drops all batches of before."""
         return self._drop(super().seek(generation, epoch, position, shard))
 
-    def seat(self, generation: int, epoch: int, position: int, shard: Shard) -> int:
+    def begin(self, generation: int, epoch: int, position: int, shard: Shard) -> int:
         """Begin after `hold`. The trainer drops all batches of before."""
-        return self._drop(super().seat(generation, epoch, position, shard))
+        return self._drop(super().begin(generation, epoch, position, shard))
 
     def _drop(self, num_underway: int) -> int:
         self.leave(num_underway)

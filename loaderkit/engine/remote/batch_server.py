@@ -120,10 +120,10 @@ class BatchServer:
         return self._generation
 
     def hold(self) -> None:
-        """Make no batch until `seat` is called."""
+        """Make no batch until `begin` is called."""
         self._engine.scheduler.hold()
 
-    def seat(self, generation: int, epoch: int, position: int, shard: Shard) -> int:
+    def begin(self, generation: int, epoch: int, position: int, shard: Shard) -> int:
         """Begin after `hold`, with the batches of `shard` from a position on. Returns what `seek` does."""
         with self._lock:
             self._engine.scheduler.release(epoch, position, shard)

@@ -134,9 +134,9 @@ class RemoteEngine:
             self._fit_to_deal()
             self._sizes.forget_depth()
             for process in self.processes:
-                order = "seat" if process in self._table.held else "seek"
+                order = "begin" if process in self._table.held_back else "seek"
                 process.tell(order, self._generation, epoch, position, process.shard)
-            self._table.held = ()
+            self._table.held_back = ()
             try:
                 for process in self.processes:
                     process.skim(self._generation)
@@ -149,7 +149,7 @@ class RemoteEngine:
         assert self._awaited is not None
         self._sizes.count_taken(self._awaited)
         self._dealing.delivered(batch.epoch, batch.end)
-        self._seat_held()
+        self._release_held_back()
         if self._dealing.is_at_border:
             self._dealing.pass_border()
             self._fit_to_deal()
@@ -236,26 +236,27 @@ class RemoteEngine:
             num_finished = process.drain(self._generation)
             if num_finished is None:
                 return
-            seat, death = self._dealing.seat(process.number, num_finished), process.death()
-            if seat is None:
+            due, death = self._dealing.begin_of(process.number, num_finished), process.death()
+            if due is None:
                 process.is_done = True
                 return
-            process.failure = self._restarts.refuse(death, seat.first)
+            process.failure = self._restarts.refuse(death, due.first)
             if process.failure is not None:
                 return
             process.release()
-            self._table.held = tuple(one for one in self._table.held if one is not process)  # it begins at once
-            process.shard = seat.shard
+            # It begins at once.
+            self._table.held_back = tuple(one for one in self._table.held_back if one is not process)
+            process.shard = due.shard
             self._sizes.be_cautious(process, num_finished)
             orders = self._orders(process)
-            if (border := self._dealing.border) is not None and seat.first < border:
+            if (border := self._dealing.border) is not None and due.first < border:
                 orders.append(("redeal", *border, self._shard_behind(process)))
             try:
-                self._start(process, seat.base, self._generation, orders)
+                self._start(process, due.base, self._generation, orders)
             except WorkerDiedError as error:
                 raise error.with_traceback(None) from error.__cause__
         self._restarting.append((begin, time.perf_counter()))
-        logger.warning("%s", self._restarts.describe(death, seat.first, f"Another one ({process.where})"))
+        logger.warning("%s", self._restarts.describe(death, due.first, f"Another one ({process.where})"))
 
     def _start(self, process: RemoteProcess, *arguments: Any) -> None:
         process.start(*arguments)
@@ -277,8 +278,10 @@ class RemoteEngine:
             self.lifetime.check_usable()
             table, dealing = self._table, self._dealing
             if self._is_started:
-                numbers = range(dealing.num_behind + len(table.warming), num)
-                table.warm([Shard(number, num) for number in numbers], dealing.next_position, self._sizes.order_for)
+                numbers = range(dealing.num_behind + len(table.starting), num)
+                table.start_ahead(
+                    [Shard(number, num) for number in numbers], dealing.next_position, self._sizes.order_for
+                )
                 self._num_wanted, self._refused = num, refused
                 return
             self._num_wanted, self._refused = num, refused
@@ -296,7 +299,7 @@ class RemoteEngine:
         table, dealing = self._table, self._dealing
         table.reap()
         num_before = dealing.num_processes
-        if dealing.border is not None or (self._num_wanted == num_before and not table.warming):
+        if dealing.border is not None or (self._num_wanted == num_before and not table.starting):
             return
         if any(process.num_cautious for process in self.processes):
             return
@@ -310,7 +313,7 @@ class RemoteEngine:
                 self._refused(reason)
             num_after = self._num_wanted
             if num_after == num_before:
-                table.take_warm([])
+                table.add_started([])
                 return
             border = dealing.redeal(num_after, self._sizes.most_ahead(self.processes))
             for process in self.processes:
@@ -319,21 +322,21 @@ class RemoteEngine:
                 process.shard = Shard(number, num_after)
                 if self._is_recorded:
                     process.record()
-            table.take_warm(joining)
+            table.add_started(joining)
             self._sizes.share_out(self.processes, max(num_before, num_after))
-            self._seat_held()
+            self._release_held_back()
         logger.info("%d processes load instead of %d, from %s on", num_after, num_before, border)
 
-    def _seat_held(self) -> None:
+    def _release_held_back(self) -> None:
         """Let processes that have joined begin, as soon as the others hold no more batches than their new share, so
         that all together hold no more than before. They know their share by then: before the next border they may not
         begin more than that."""
         table, dealing = self._table, self._dealing
-        if table.held and dealing.num_left <= dealing.num_processes * self._sizes.num_of_each(dealing.num_behind):
+        if table.held_back and dealing.num_left <= dealing.num_processes * self._sizes.num_of_each(dealing.num_behind):
             assert dealing.border is not None
-            for process in table.held:
-                process.tell("seat", self._generation, *dealing.border, process.shard)
-            table.held = ()
+            for process in table.held_back:
+                process.tell("begin", self._generation, *dealing.border, process.shard)
+            table.held_back = ()
 
     def _shard_behind(self, process: RemoteProcess) -> Shard | None:
         """The shard of a process behind the border, or None if it leaves there."""
@@ -355,7 +358,7 @@ class RemoteEngine:
     def processes(self) -> tuple[RemoteProcess, ...]:
         """The processes that make batches, by number; while a border is ahead, also those that make some only before or
         only behind it."""
-        return self._table.seated
+        return self._table.active
 
     @property
     def _may_ask(self) -> bool:

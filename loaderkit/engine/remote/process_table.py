@@ -1,7 +1,7 @@
 """The processes of an engine: those that make batches, those that are getting ready to, and those that are done.
 
-set_processes(more) ──> warming: started, and held ──awake──> seated: have turns, from a border on
-set_processes(fewer) ──> seated: none behind a border ──last batch taken──> leaving ──ended──> their counters stay
+set_processes(more) ──> starting: may not begin yet ──ready──> active: have turns, from a border on
+set_processes(fewer) ──> active: none behind a border ──last batch taken──> leaving ──ended──> their counters stay
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from loaderkit.engine.remote.wait_causes import wakeup_as_network
 from loaderkit.sampling.dealing import Place
 from loaderkit.sampling.shard import Shard
 
-_WARM_S = 180.0  # within which a process that is to join is ready
+_READY_S = 180.0  # within which a process that is to join is ready
 _LEAVE_S = 10.0  # within which a process that is no longer needed ends by itself
 _NO_GENERATION = -1  # of batches that a process began before it was told to wait: they are dropped
 
 
 class ProcessTable:
-    """The processes of one engine. All methods belong to the consumer's thread, except `warm`, which is called under
+    """The processes of one engine. All methods belong to the consumer's thread, except `start_ahead`, which is called under
     the engine's locks, and the methods for any thread."""
 
     def __init__(self, spec: WorkerSpec, make: MakeProcess, num_processes: int) -> None:
@@ -34,10 +34,10 @@ class ProcessTable:
         self._make = make
         # The processes that make batches, and the counters of those that did: one value, for readers in other threads.
         self._account: tuple[tuple[RemoteProcess, ...], Snapshot | None] = ((), None)
-        self.seat([self._new(Shard(number, num_processes)) for number in range(num_processes)])
-        self.warming: tuple[RemoteProcess, ...] = ()
-        self.held: tuple[RemoteProcess, ...] = ()  # they make batches behind a border, and may not begin yet
-        self._warming_since_s = 0.0
+        self.add([self._new(Shard(number, num_processes)) for number in range(num_processes)])
+        self.starting: tuple[RemoteProcess, ...] = ()
+        self.held_back: tuple[RemoteProcess, ...] = ()  # they make batches behind a border, and may not begin yet
+        self._starting_since_s = 0.0
         self._leaving: tuple[RemoteProcess, ...] = ()
         self._past_lanes: list[Lane] = []
 
@@ -45,22 +45,24 @@ class ProcessTable:
         return RemoteProcess(self._spec, self._make, shard)
 
     @property
-    def seated(self) -> tuple[RemoteProcess, ...]:
+    def active(self) -> tuple[RemoteProcess, ...]:
         """The processes that make batches, by number; while a border is ahead, also those that make some only before or
         only behind it."""
         return self._account[0]
 
-    def seat(self, processes: Sequence[RemoteProcess]) -> None:
+    def add(self, processes: Sequence[RemoteProcess]) -> None:
         """Add processes that make batches, after those that do already."""
-        seated, past = self._account
-        self._account = (*seated, *processes), past
+        active, past = self._account
+        self._account = (*active, *processes), past
 
     # ------------------------------------------------------------------------------------------------------- growing
 
-    def warm(self, shards: Sequence[Shard], place: Place, order: Callable[[RemoteProcess], tuple[Any, ...]]) -> None:
+    def start_ahead(
+        self, shards: Sequence[Shard], place: Place, order: Callable[[RemoteProcess], tuple[Any, ...]]
+    ) -> None:
         """Start processes that are to join; they import what they need, and make no batch. `place` may be any, `order`
         gives a command for each process. Raises WorkerDiedError, ConfigError; then none of these processes is left."""
-        self._warming_since_s = time.monotonic()
+        self._starting_since_s = time.monotonic()
         started: list[RemoteProcess] = []
         try:
             for shard in shards:
@@ -70,7 +72,7 @@ class ProcessTable:
             for process in started:
                 process.close(0.0)
             raise
-        self.warming = (*self.warming, *started)
+        self.starting = (*self.starting, *started)
 
     def joining(self, num: int) -> tuple[list[RemoteProcess] | None, str]:
         """Up to `num` that can join, and why there are fewer, if there are; None while some are still starting. If one
@@ -80,14 +82,14 @@ class ProcessTable:
         ready, reason = self.ready()
         if len(ready) >= num:
             return ready[:num], ""
-        if not reason and time.monotonic() - self._warming_since_s < _WARM_S:
+        if not reason and time.monotonic() - self._starting_since_s < _READY_S:
             return None, ""
-        return ready, reason or f"{num - len(ready)} of {num} more processes were not ready in {_WARM_S:.0f} s"
+        return ready, reason or f"{num - len(ready)} of {num} more processes were not ready in {_READY_S:.0f} s"
 
     def ready(self) -> tuple[list[RemoteProcess], str]:
         """The started processes that can begin, and, if one has ended, why it cannot."""
         ready, reason = [], ""
-        for process in self.warming:
+        for process in self.starting:
             try:
                 if process.is_ready():
                     ready.append(process)
@@ -98,12 +100,12 @@ class ProcessTable:
                 reason = str(error)
         return ready, reason
 
-    def take_warm(self, joining: Sequence[RemoteProcess]) -> None:
+    def add_started(self, joining: Sequence[RemoteProcess]) -> None:
         """Let these processes make batches, once they may begin, and the others end."""
-        self.seat(joining)
-        self.held = tuple(joining)
-        dropped = [process for process in self.warming if process not in joining]
-        self.warming = ()
+        self.add(joining)
+        self.held_back = tuple(joining)
+        dropped = [process for process in self.starting if process not in joining]
+        self.starting = ()
         self._leaving = (*self._leaving, *dropped)
         for process in dropped:
             process.begin_closing(_LEAVE_S)
@@ -112,8 +114,8 @@ class ProcessTable:
 
     def retire(self, first: int, *, may_ask: bool, is_recorded: bool) -> None:
         """Let the processes with numbers from `first` on leave: no batch of theirs is awaited any more."""
-        seated, past = self._account
-        kept, surplus = seated[:first], seated[first:]
+        active, past = self._account
+        kept, surplus = active[:first], active[first:]
         now = time.perf_counter()
         counters = [as_past(process.stats(None, now, may_ask=may_ask)) for process in surplus]
         if is_recorded:
@@ -139,9 +141,9 @@ class ProcessTable:
         self, awaited: RemoteProcess | None, waiting_since_s: float | None, at_s: float, *, may_ask: bool
     ) -> Snapshot:
         """The counters of all of them up to `at_s`. If the consumer waits, it waits for `awaited`."""
-        seated, past = self._account
+        active, past = self._account
         parts = [
-            process.stats(waiting_since_s if process is awaited else None, at_s, may_ask=may_ask) for process in seated
+            process.stats(waiting_since_s if process is awaited else None, at_s, may_ask=may_ask) for process in active
         ]
         stats = merged([*parts, *([] if past is None else [past])])
         ledger = self._spec.ledger
@@ -149,17 +151,17 @@ class ProcessTable:
             return stats
         if awaited is not None and ledger.is_away(awaited.node):
             stats = replace(stats, waits_s=wakeup_as_network(stats.waits_s))
-        placed = [(process.node, process.cpu_s) for process in seated]
+        placed = [(process.node, process.cpu_s) for process in active]
         return replace(stats, nodes=ledger.stats((node, cpu_s) for node, cpu_s in placed if node is not None))
 
     def lanes(self) -> list[Lane]:
         """The trace of all of them, which ends it."""
         past, self._past_lanes = self._past_lanes, []
-        return [*past, *(lane for process in self.seated for lane in process.recorded())]
+        return [*past, *(lane for process in self.active for lane in process.recorded())]
 
     def end(self, join_s: float) -> None:
         """End all of them; no other one is started."""
-        processes = (*self.seated, *self.warming, *self._leaving)
+        processes = (*self.active, *self.starting, *self._leaving)
         with ExitStack() as ending:  # all of them, also if closing one is interrupted
             if self._spec.free is not None:
                 ending.callback(self._spec.free)

@@ -20,9 +20,9 @@ from loaderkit.samples.values import as_array
 from loaderkit.sources.bad_shards import BadShards
 from loaderkit.sources.base import SourceKind
 from loaderkit.sources.fields import Include
-from loaderkit.sources.serial.beside import beside_or_found, is_beside
 from loaderkit.sources.serial.files import SerialArgs, SerialFiles, list_files, load_with
 from loaderkit.sources.serial.offsets import Offsets
+from loaderkit.sources.serial.offsets_file import beside_or_found, is_beside
 from loaderkit.sources.typed_fields import FieldOrigin, Names
 
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # all but the white space around

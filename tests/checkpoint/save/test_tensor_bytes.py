@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
-from loaderkit.checkpoint.boxes import boxes_in
 from loaderkit.checkpoint.save.crc import PieceCrc, combine
 from loaderkit.checkpoint.save.file_plan import ALIGNMENT, BytesItem, FilePlan, Item, TensorItem
 from loaderkit.checkpoint.save.tensor_bytes import TensorBytes, plain_tensor
+from loaderkit.checkpoint.tensor_boxes import boxes_in
 
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.data())

@@ -26,7 +26,7 @@ from loaderkit.connectors.factory import open_connector
 from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.layers.cache import CacheConnector
 from loaderkit.connectors.layers.read_ahead import ReadAheadConnector
-from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.layers.retry_layer import RetryConnector
 from loaderkit.connectors.page_cache import cached_share
 from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.connectors.s3 import S3Connector

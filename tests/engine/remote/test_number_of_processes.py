@@ -205,8 +205,8 @@ def test_those_that_join_know_their_share_before_they_begin(monkeypatch: pytest.
         engine.set_processes(3)
         take_until(engine, 3)
         for process in engine.processes[1:]:
-            share, seat = told[id(process)][:2]
-            assert (share[0], share[1].of, seat[0]) == ("share", 3, "seat")
+            share, begin = told[id(process)][:2]
+            assert (share[0], share[1].of, begin[0]) == ("share", 3, "begin")
 
 
 def test_one_that_is_not_needed_any_more_ends_in_peace(
@@ -214,22 +214,22 @@ def test_one_that_is_not_needed_any_more_ends_in_peace(
 ) -> None:
     """It was ready when fewer were wanted; nothing hangs, so nothing is said to."""
     tables: list[ProcessTable] = []
-    warm = ProcessTable.warm
+    start_ahead = ProcessTable.start_ahead
 
     def noted(table: ProcessTable, *arguments: Any) -> None:
         tables.append(table)
-        warm(table, *arguments)
+        start_ahead(table, *arguments)
 
-    monkeypatch.setattr(ProcessTable, "warm", noted)
+    monkeypatch.setattr(ProcessTable, "start_ahead", noted)
     with opened(numbers(400)) as engine:
         take(engine, 1)
         engine.set_processes(2)
         wait_for(lambda: len(tables[0].ready()[0]) == 1)
-        (warming,) = tables[0].warming
+        (starting,) = tables[0].starting
         engine.set_processes(1)
         take(engine, 1)
-        assert not tables[0].warming
-        wait_for(lambda: warming.has_ended)
+        assert not tables[0].starting
+        wait_for(lambda: starting.has_ended)
         assert len(take(engine, 10)) == 10
         assert num_now(engine) == 1
     assert "hangs" not in caplog.text

@@ -21,8 +21,8 @@ from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import ConfigError, FormatError, LoaderkitError, ObjectChangedError, SourceError, StageError
 from loaderkit.samples.values import as_array
 from loaderkit.sources.serial import scan as module
-from loaderkit.sources.serial.beside import write_index
 from loaderkit.sources.serial.lines import LinesArgs, LinesSource, parse_json
+from loaderkit.sources.serial.offsets_file import write_index
 
 BOM = b"\xef\xbb\xbf"
 

@@ -20,7 +20,7 @@ from loaderkit import Pipeline
 from loaderkit.cli import main
 from loaderkit.connectors.base import Connector, ObjectInfo
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.sources.serial import beside, files, lines, tfrecord
+from loaderkit.sources.serial import files, lines, offsets_file, tfrecord
 from loaderkit.sources.serial.offsets import Offsets
 
 NUM = 45
@@ -189,7 +189,7 @@ def test_from_a_bucket(
     assert main(["index", *paths]) == 0
     bucket = f"lines-{tmp_path.name.replace('_', '-').lower()}"
     upload(seaweed, tmp_path / "data", bucket)
-    monkeypatch.setattr(beside, "find_lines", lambda *args: pytest.fail("a file was scanned"))
+    monkeypatch.setattr(offsets_file, "find_lines", lambda *args: pytest.fail("a file was scanned"))
     remote = make(f"s3://{bucket}", s3={"endpoint": seaweed.endpoint})
     with loaderkit.build(remote.shuffle("block", seed=3, block=300).read().batch(4).epochs(1)) as loader:
         assert numbers_of(loader) == expected

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loaderkit.checkpoint.boxes import Box, boxes_in
 from loaderkit.checkpoint.save.file_plan import ElementSource
+from loaderkit.checkpoint.tensor_boxes import Box, boxes_in
 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Shape = tuple[int, ...]

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from loaderkit.checkpoint.boxes import Box
 from loaderkit.checkpoint.formats.blockwise import ABSMAX
 from loaderkit.checkpoint.formats.plain_json import encode
 from loaderkit.checkpoint.formats.safetensors import DTYPES
@@ -43,6 +42,7 @@ from loaderkit.checkpoint.save.safetensors.layout import (
     lay_out,
 )
 from loaderkit.checkpoint.save.tensor_bytes import TensorBytes, plain_tensor
+from loaderkit.checkpoint.tensor_boxes import Box
 from loaderkit.checkpoint.transfer.stages import wait_for_queued
 from loaderkit.errors import CheckpointError, ConfigError
 from loaderkit.ranks.pieces import PieceClient, PieceServer, RemoteElements

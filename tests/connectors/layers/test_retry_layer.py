@@ -17,7 +17,7 @@ import pytest
 import loaderkit
 from loaderkit.connectors.base import BulkReads, ObjectInfo, Ranges, bulk_of
 from loaderkit.connectors.file import FileConnector
-from loaderkit.connectors.layers.retried import RetryConnector
+from loaderkit.connectors.layers.retry_layer import RetryConnector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.connectors.retries import RetryPolicy
 from loaderkit.errors import (

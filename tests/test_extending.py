@@ -241,7 +241,7 @@ BROKEN = {
         '[project.entry-points."loaderkit.stages"]\nsolarize = "other_tools:SOLARIZE"\nresize = "other_tools:RESIZE"\n'
         'broken = "other_tools:BROKEN"\n'
         '[project.entry-points."loaderkit.sources"]\nodd = "json:dumps"\n'
-        '[project.entry-points."loaderkit.connectors"]\nlost = "other_tools:LOST"\n'
+        '[project.entry-points."loaderkit.connectors"]\nlost = "other_tools:LOST"\nbare = "zipimport:zipimporter"\n'
         '[tool.setuptools]\npy-modules = ["other_tools"]\n'
     ),
     "other_tools.py": "import module_that_is_nowhere\n",
@@ -283,7 +283,16 @@ def test_one_that_cannot_be_imported_is_named_where_it_is_used(with_other: Path)
     path.write_text("source:\n  kind: files\n  url: lost://x\nstages: [read, {batch: {size: 1}}]\n")
     with pytest.raises(ConfigError, match=r"line 3: source\.url: the connector 'lost' of the package other-tools 2\.0"):
         loaderkit.build(path)
-    with pytest.raises(ConfigError, match=r"'odd' of the package other-tools 2\.0 .* is a function, and has to be"):
+    path.write_text(path.read_text().replace("lost:", "bare:"))
+    with pytest.raises(ConfigError) as raised:
+        loaderkit.build(path)
+    assert (
+        "the connector 'bare' of the package other-tools 2.0 (zipimport:zipimporter) is the class zipimporter(path)"
+        in (str(raised.value))
+    )
+    with pytest.raises(
+        ConfigError, match=r"'odd' of the package other-tools 2\.0 .* is the function dumps\(obj, .*\), and has to be"
+    ):
         loaderkit.build(yaml_with(with_other, kind="odd"))
 
 

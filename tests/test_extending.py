@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from doc_examples import examples
+from doc_examples import examples, named
 from extensions import forget_after
 
 import loaderkit
@@ -32,9 +32,10 @@ NUM = 40
 
 
 def files_of_page() -> dict[str, str]:
-    """Path -> text of the files that the page shows."""
+    """Path -> text of the files that the page shows, and of the connector on the page that it links to."""
     found = [(re.match(r"# ([\w./]+\.\w+)\n", text), text) for _, text in examples(PAGE)]
-    return {match[1]: text for match, text in found if match is not None}
+    connector = {"photo_tools/archive.py": named("docs/jobs/own-store.md", "archive.py")}
+    return connector | {match[1]: text for match, text in found if match is not None}
 
 
 def install(folder: Path, files: dict[str, str], site: Path) -> None:

@@ -1,13 +1,17 @@
 """Makes pictures with boxes, classes and masks, for pipelines/detection.yaml:
 python examples/make_detection.py FOLDER [NUMBER]"""
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-folder, num = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 64
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("folder", type=Path)
+parser.add_argument("num", type=int, nargs="?", default=64, metavar="NUMBER", help="pictures; default: %(default)s")
+args = parser.parse_args()
+folder, num = args.folder, args.num
 for name in ("images", "masks", "targets"):
     (folder / name).mkdir(parents=True, exist_ok=True)
 for number in range(num):

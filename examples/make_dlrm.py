@@ -1,11 +1,17 @@
 """Makes a file of clicks, for pipelines/dlrm.yaml: python examples/make_dlrm.py FOLDER [ROWS]"""
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
 
-folder, num = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("folder", type=Path)
+parser.add_argument(
+    "num", type=int, nargs="?", default=100_000, metavar="ROWS", help="rows, 160 bytes each; default: %(default)s"
+)
+args = parser.parse_args()
+folder, num = args.folder, args.num
 folder.mkdir(parents=True, exist_ok=True)
 rng = np.random.default_rng(0)
 with open(folder / "clicks.bin", "wb") as file:

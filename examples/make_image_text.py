@@ -1,9 +1,9 @@
 """Makes tar shards of pictures with captions, and a small tokenizer, for pipelines/image-text.yaml:
 python examples/make_image_text.py FOLDER [NUMBER]. Needs `pip install 'loaderkit[tokenize]'`."""
 
+import argparse
 import io
 import json
-import sys
 import tarfile
 from pathlib import Path
 
@@ -11,7 +11,11 @@ import numpy as np
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-folder, num = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 256
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("folder", type=Path)
+parser.add_argument("num", type=int, nargs="?", default=256, metavar="NUMBER", help="pictures; default: %(default)s")
+args = parser.parse_args()
+folder, num = args.folder, args.num
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 50)}
 SHAPES = ("disc", "square")
 WORDS = ["<pad>", "<start>", "<end>", "<unknown>", "a", "on", "small", "large", *COLOURS, *SHAPES]

@@ -1,13 +1,17 @@
 """Makes pictures with masks of classes, for pipelines/segmentation.yaml:
 python examples/make_segmentation.py FOLDER [NUMBER]"""
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-folder, num = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 64
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("folder", type=Path)
+parser.add_argument("num", type=int, nargs="?", default=64, metavar="NUMBER", help="pictures; default: %(default)s")
+args = parser.parse_args()
+folder, num = args.folder, args.num
 for name in ("images", "masks"):
     (folder / name).mkdir(parents=True, exist_ok=True)
 COLOURS = np.array([[90, 140, 220], [60, 140, 60], [120, 120, 120]])  # sky, meadow, road

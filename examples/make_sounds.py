@@ -1,6 +1,6 @@
 """Makes short sounds in two classes, for pipelines/audio.yaml: python examples/make_sounds.py FOLDER [NUMBER]"""
 
-import sys
+import argparse
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,7 +14,11 @@ FORMATS = (
     ("ogg", "libopus", 48000),
 )
 
-folder, num = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 16
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("folder", type=Path)
+parser.add_argument("num", type=int, nargs="?", default=16, metavar="NUMBER", help="sounds; default: %(default)s")
+args = parser.parse_args()
+folder, num = args.folder, args.num
 for number in range(num):
     rng = np.random.default_rng(number)
     kind = ("falling", "rising")[number % 2]  # which way the pitch goes

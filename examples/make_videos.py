@@ -1,6 +1,6 @@
 """Makes short videos in two classes, for pipelines/video.yaml: python examples/make_videos.py FOLDER [NUMBER]"""
 
-import sys
+import argparse
 from pathlib import Path
 
 import av
@@ -13,7 +13,11 @@ FORMATS: tuple[tuple[str, str, dict[str, str]], ...] = (
 )
 HEIGHT, WIDTH, NUM_FRAMES = 120, 160, 90
 
-folder, num = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 12
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("folder", type=Path)
+parser.add_argument("num", type=int, nargs="?", default=12, metavar="NUMBER", help="videos; default: %(default)s")
+args = parser.parse_args()
+folder, num = args.folder, args.num
 for number in range(num):
     rng = np.random.default_rng(number)
     kind = ("left", "right")[number % 2]  # which way a square moves

@@ -1,12 +1,16 @@
 """Makes small scans with labels, for pipelines/unet3d.yaml and patches.yaml: python examples/make_volumes.py FOLDER [NUMBER]"""
 
-import sys
+import argparse
 from pathlib import Path
 
 import nibabel
 import numpy as np
 
-folder, num = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 8
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("folder", type=Path)
+parser.add_argument("num", type=int, nargs="?", default=8, metavar="NUMBER", help="scans; default: %(default)s")
+args = parser.parse_args()
+folder, num = args.folder, args.num
 for name in ("images", "labels"):
     (folder / name).mkdir(parents=True, exist_ok=True)
 for number in range(num):

@@ -19,7 +19,6 @@ from buckets import upload
 from doc_data import write_coco, write_pairs, write_sensors
 from doc_examples import LOOPS, examples, libraries, named, needs_cluster, needs_frameworks
 from hf_folders import saved
-from mds_shards import write_mds
 from mixed_photos import write_mixed
 from seaweed import Seaweed
 
@@ -61,7 +60,7 @@ README_PIPELINE = named("README.md", "pipeline.yaml")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is made once for all pages, as data of a user. Shared: a page must not change it."""
     folder = tmp_path_factory.mktemp("made")
     write_mixed(folder / "photos", 36, seed=1)
@@ -69,13 +68,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
     (folder / "saved").mkdir()
     for name, data in saved(table, random.Random(1)).items():
         (folder / "saved" / name).write_bytes(data)
-    rows = [
-        {"image": path.read_bytes(), "label": number % 3} for number, path in enumerate(sorted(photos.rglob("*.jpg")))
-    ]
     write_coco(folder / "coco")
     write_sensors(folder / "sensors.db")
     write_pairs(folder / "pairs.jsonl")
-    write_mds(folder / "mds", {"image": "jpeg", "label": "int"}, rows, 20)
     return folder
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from buckets import upload
 
+import loaderkit
+
 FOLDER = Path(__file__).parent.parent / "examples"
 ELSEWHERE = ("ray_train.py", "make_")  # run by tests/integrations, and by the tests of the pipelines on what they make
 PROGRAMS = sorted(path for path in FOLDER.glob("*.py") if not path.name.startswith(ELSEWHERE))
@@ -23,6 +25,7 @@ ARGUMENTS = {  # a program that is not here fails: give it small work to do
     "restore_fsdp.py": ["--steps", "3"],
     "train_gpt.py": ["--steps", "3", "--speeches", "60"],
 }
+WITH_TOKENIZERS = ("make_chats.py", "make_image_text.py")  # which only `make integration` installs
 MARKS = {
     "restore_fsdp.py": [pytest.mark.integration],
     "train_gpt.py": [pytest.mark.prove],  # tests/elastic/test_gpt.py trains by it, too
@@ -80,6 +83,35 @@ def test_every_example_runs(
     is_apart = program.name in LAUNCHED or program.name == "train.py"
     written = run(program, arguments, tmp_path) if is_apart else run_here(program, arguments)
     assert written.count("\n") >= 3
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(path, id=path.name, marks=[pytest.mark.integration] if path.name in WITH_TOKENIZERS else [])
+        for path in sorted(FOLDER.glob("make_*.py"))
+    ],
+)
+def test_help_makes_no_data(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(program), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(program), run_name="__main__")
+    assert ended.value.code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mds_shards_hold_pictures_and_their_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_mds.py", str(tmp_path / "mds"), "40"])
+    runpy.run_path(str(FOLDER / "make_mds.py"), run_name="__main__")
+    assert "40 pictures are in 2 shards" in capsys.readouterr().out
+    pipeline = loaderkit.Pipeline.mds(str(tmp_path / "mds")).shuffle(False).read().decode().batch(40)
+    with loaderkit.build(pipeline) as loader:
+        (batch,) = loader
+    assert batch["label"].tolist() == [number % 3 for number in range(40)]
+    assert batch["image"].float().mean((2, 3)).argmax(1).tolist() == batch["label"].tolist()  # red, green, blue
 
 
 def test_every_example_is_in_the_readme() -> None:

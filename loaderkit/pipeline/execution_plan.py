@@ -173,6 +173,8 @@ def compile_pipeline(
             place=place,
         )
         _ = plan.compiled  # raises here if a stage is wrong
+        for stage in config.all_stages:
+            STAGES[stage.kind].look_at_batch(stage, config.batch)
         opened.pop_all()
     return plan
 

@@ -111,6 +111,12 @@ class BatchArgs(StageArgs):
         named = self.pad_value if isinstance(self.pad_value, Mapping) else {}
         return {**self.ragged, **dict.fromkeys(named, "pad")}
 
+    def padding_of(self, name: str) -> float | None:
+        """The value that a field is padded with; None if it is not padded."""
+        if self.forms.get(name) != "pad":
+            return None
+        return self.pad_value.get(name, 0) if isinstance(self.pad_value, Mapping) else self.pad_value
+
     @property
     def masks(self) -> Mapping[str, str | None]:
         """The name of every attention mask, and the field that it is for, or None for all padded fields."""

@@ -58,6 +58,10 @@ def _nothing(args: Any) -> Mapping[str, Any]:
     return {}
 
 
+def _nothing_to_say(stage: StageConfig, batch: StageArgs) -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class StageKind:
     """A kind of stage: its arguments, whether it comes before or after `batch`, and how it is compiled.
@@ -102,6 +106,9 @@ class StageKind:
     )  # arguments that may name a file or folder: relative to the YAML file, if it is there
     contents: Callable[[Any], Mapping[str, str]] = _nothing
     """Argument -> a digest of what it names, which a saved state and kept lengths hold in its place."""
+    look_at_batch: Callable[[StageConfig, StageArgs], object] = _nothing_to_say
+    """(stage, arguments of `batch`), once by each `build`: logs a warning if `batch` makes of the stage's fields what is hardly
+    meant."""
 
     def __post_init__(self) -> None:
         if (self.make is None) == (self.compile is None) or (self.make is not None and self.scope != "sample"):

@@ -22,6 +22,7 @@ from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.values import Encoded
 from loaderkit.stages.base import StageArgs, StageConfig
+from loaderkit.stages.batch import BatchArgs
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.runner import FailureNamer
 from loaderkit.stages.sequence.chats import ChatWriter, Written
@@ -104,6 +105,11 @@ class TokenizeArgs(StageArgs):
         given = self.chat if self.chat is not None else self.text
         return (given,) if isinstance(given, str) else given or ()
 
+    @property
+    def prefixes(self) -> Mapping[str, str]:
+        """What the names of a source's fields begin with."""
+        return {name: f"{name}_" if len(self.sources) > 1 else "" for name in self.sources}
+
 
 class _TextJob(NamedTuple):
     """A text to tokenize, for the sample at a row; its fields begin with `prefix`."""
@@ -127,7 +133,7 @@ class _TokenizeRunner:
                 f"{tokenizer.num_specials} tokens around one: allow more, or leave these out (`special_tokens: false`)"
             )
         self._eos = _eos_of(args, tokenizer)
-        self._prefixes = {name: f"{name}_" if len(args.sources) > 1 else "" for name in args.sources}
+        self._prefixes = args.prefixes
         self._lock = threading.Lock()
         self._said: set[str] = set()
 
@@ -260,6 +266,28 @@ def _eos_of(args: TokenizeArgs, tokenizer: TextTokenizer) -> str | None:
     return tokenizer.eos
 
 
+def _look_at_padding(stage: StageConfig, batch: StageArgs) -> None:
+    """Log a warning for tokens that `batch` pads with another value than their tokenizer's pad token. Its end token is as good
+    where an attention mask tells the padding."""
+    assert isinstance(stage.args, TokenizeArgs)
+    assert isinstance(batch, BatchArgs)
+    tokenizer = load_tokenizer(stage.args.tokenizer)
+    for name in (f"{prefix}input_ids" for prefix in stage.args.prefixes.values()):
+        value, is_masked = batch.padding_of(name), not {None, name}.isdisjoint(batch.masks.values())
+        fits = value == tokenizer.pad_id or (is_masked and value == tokenizer.eos_id)
+        if value is not None and tokenizer.pad_id is not None and not fits:
+            logger.warning(
+                "stages.batch.pad_value: %r is padded with %g, and the pad token of its tokenizer (stages.%s) is %d: code "
+                "that looks for the pad token takes this padding for text. Write pad_value: {%s: %d}",
+                name,
+                value,
+                stage.name,
+                tokenizer.pad_id,
+                name,
+                tokenizer.pad_id,
+            )
+
+
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     assert isinstance(stage.args, TokenizeArgs)
     runner = _TokenizeRunner(stage.args, load_tokenizer(stage.args.tokenizer), context.failed(stage))
@@ -284,4 +312,5 @@ TOKENIZE = StageKind(
     is_contained=True,
     paths=frozenset({"tokenizer", "template"}),
     contents=_contents,
+    look_at_batch=_look_at_padding,
 )

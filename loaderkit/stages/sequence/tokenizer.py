@@ -102,6 +102,8 @@ class TextTokenizer:
         self.template: Any = tokenizer.chat_template
         self.special_tokens: Mapping[str, Any] = tokenizer.special_tokens_map
         self.eos: str | None = tokenizer.eos_token
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.pad_id: int | None = tokenizer.pad_token_id
         self.num_specials: int = tokenizer.num_special_tokens_to_add()  # around a text
         self._cuts_left = tokenizer.truncation_side == "left"
         self._lock = threading.Lock()  # of what is Python's

@@ -63,6 +63,8 @@ def site(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget_after(monkeypatch)
     monkeypatch.syspath_prepend(package / "site")
     yield package / "site"
+    if (archive := sys.modules.get("photo_tools.archive")) is not None:
+        archive.opened.cache_clear()  # closes the files now, and not when the module is collected
     for name in [name for name in sys.modules if name.partition(".")[0] == "photo_tools"]:
         del sys.modules[name]
 

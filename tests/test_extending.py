@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from doc_examples import examples
+from doc_examples import examples, named
 from extensions import forget_after
 
 import loaderkit
@@ -32,9 +32,10 @@ NUM = 40
 
 
 def files_of_page() -> dict[str, str]:
-    """Path -> text of the files that the page shows."""
+    """Path -> text of the files that the page shows, and of the connector on the page that it links to."""
     found = [(re.match(r"# ([\w./]+\.\w+)\n", text), text) for _, text in examples(PAGE)]
-    return {match[1]: text for match, text in found if match is not None}
+    connector = {"photo_tools/archive.py": named("docs/jobs/own-store.md", "archive.py")}
+    return connector | {match[1]: text for match, text in found if match is not None}
 
 
 def install(folder: Path, files: dict[str, str], site: Path) -> None:
@@ -62,6 +63,8 @@ def site(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget_after(monkeypatch)
     monkeypatch.syspath_prepend(package / "site")
     yield package / "site"
+    if (archive := sys.modules.get("photo_tools.archive")) is not None:
+        archive.opened.cache_clear()  # closes the files now, and not when the module is collected
     for name in [name for name in sys.modules if name.partition(".")[0] == "photo_tools"]:
         del sys.modules[name]
 
@@ -241,7 +244,7 @@ BROKEN = {
         '[project.entry-points."loaderkit.stages"]\nsolarize = "other_tools:SOLARIZE"\nresize = "other_tools:RESIZE"\n'
         'broken = "other_tools:BROKEN"\n'
         '[project.entry-points."loaderkit.sources"]\nodd = "json:dumps"\n'
-        '[project.entry-points."loaderkit.connectors"]\nlost = "other_tools:LOST"\n'
+        '[project.entry-points."loaderkit.connectors"]\nlost = "other_tools:LOST"\nbare = "zipimport:zipimporter"\n'
         '[tool.setuptools]\npy-modules = ["other_tools"]\n'
     ),
     "other_tools.py": "import module_that_is_nowhere\n",
@@ -283,7 +286,16 @@ def test_one_that_cannot_be_imported_is_named_where_it_is_used(with_other: Path)
     path.write_text("source:\n  kind: files\n  url: lost://x\nstages: [read, {batch: {size: 1}}]\n")
     with pytest.raises(ConfigError, match=r"line 3: source\.url: the connector 'lost' of the package other-tools 2\.0"):
         loaderkit.build(path)
-    with pytest.raises(ConfigError, match=r"'odd' of the package other-tools 2\.0 .* is a function, and has to be"):
+    path.write_text(path.read_text().replace("lost:", "bare:"))
+    with pytest.raises(ConfigError) as raised:
+        loaderkit.build(path)
+    assert (
+        "the connector 'bare' of the package other-tools 2.0 (zipimport:zipimporter) is the class zipimporter(path)"
+        in (str(raised.value))
+    )
+    with pytest.raises(
+        ConfigError, match=r"'odd' of the package other-tools 2\.0 .* is the function dumps\(obj, .*\), and has to be"
+    ):
         loaderkit.build(yaml_with(with_other, kind="odd"))
 
 

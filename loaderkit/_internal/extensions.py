@@ -7,12 +7,14 @@ Entry points are looked up, which takes 10 ms, only for a name that is not ours 
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from types import FunctionType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from loaderkit.errors import USER_ERRORS, ConfigError
@@ -137,7 +139,7 @@ class Registry(Mapping[str, T]):
 
     def _add(self, name: str, item: T, origin: str) -> None:
         if (problem := self._problem_of(name, item)) is not None:
-            raise ConfigError(f"{name!r} {problem}")
+            raise ConfigError(f"{name!r} ({origin}) {problem}")
         self._entries[name] = Entry(item, origin)
         self._resolved.pop(name, None)
 
@@ -193,4 +195,13 @@ def _said(origin: str) -> str:
 
 
 def _described(item: Any) -> str:
-    return f"the class {item.__qualname__}" if isinstance(item, type) else f"a {type(item).__name__}"
+    if isinstance(item, (type, FunctionType)):
+        return f"the {'class' if isinstance(item, type) else 'function'} {item.__qualname__}({_parameters(item)})"
+    return f"a {type(item).__name__}"
+
+
+def _parameters(item: Callable[..., Any]) -> str:
+    try:
+        return ", ".join(inspect.signature(item).parameters)
+    except (TypeError, ValueError):  # built in
+        return "..."

@@ -3,8 +3,10 @@ it."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from loaderkit._internal.config.diagnostics import nearest
 from loaderkit._internal.extensions import Registry
@@ -88,11 +90,25 @@ def _open_fsspec(url: str, args: StoreArgs) -> Connector:
     return RetryConnector(FsspecConnector(url), _policy(args, 10), args.retry.timeout or _TIMEOUT_S)
 
 
+def _is_factory(item: Any) -> bool:
+    """True for what can be called with a URL and settings, as far as its parameters are known."""
+    if not callable(item):
+        return False
+    try:
+        inspect.signature(item).bind("", StoreArgs())
+    except ValueError:  # built in
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 CONNECTORS: Registry[ConnectorFactory] = Registry(
     "connectors",
     "connector",
-    "a class or function (url, loaderkit.extend.StoreArgs) -> Connector",
-    callable,
+    "a class or function that is called with (url, settings), a text and a loaderkit.extend.StoreArgs, and gives a connector, "
+    "as in `def __init__(self, url, settings=None)`",
+    _is_factory,
     {
         "file": _open_file,
         "memory": _no_memory,

@@ -194,6 +194,14 @@ def in_turn_pipeline(num: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def test_an_order_in_blocks_is_refused_by_the_name_of_the_kind() -> None:
+    register_in_turn()
+    with pytest.raises(
+        ConfigError, match=r"block needs a source .*, and a source of kind 'numbers' does not: use global"
+    ):
+        loaderkit.build(in_turn_pipeline(8, order={"shuffle": "block"}))
+
+
 def firsts_of(readers: Sequence[InTurn]) -> list[int]:
     """What the one reader that was used was called with."""
     assert not any(reader.overlaps for reader in readers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,44 @@ def test_names_that_are_taken() -> None:
 def test_anything_else_is_no_extension(item: Any) -> None:
     with pytest.raises(ConfigError, match="is no SourceKind, no StageKind"):
         register("times", item)
+
+
+class OfPath(FileConnector):
+    """A connector as one is given to `build`: it takes no settings."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+
+
+def of_url(url: str) -> FileConnector:
+    return FileConnector(url)
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        (OfPath, r"'disk' \(test_registered:OfPath\) is the class OfPath\(path\), and has to be"),
+        (of_url, r"'disk' \(test_registered:of_url\) is the function of_url\(url\), and has to be"),
+        (lambda url, settings, other: None, r"is the function <lambda>\(url, settings, other\), and has to be"),
+        (lambda url, settings, *, other: None, r"is the function <lambda>\(url, settings, other\), and has to be"),
+    ],
+)
+def test_what_takes_no_url_and_settings_makes_no_connector(item: Any, said: str) -> None:
+    with pytest.raises(
+        ConfigError, match=said + r" .*called with \(url, settings\).*def __init__\(self, url, settings=None\)"
+    ):
+        register("disk", item)
+
+
+def test_what_takes_more_may_make_a_connector(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for make in (
+        lambda *given: FileConnector(given[0].partition("://")[2]),
+        partial(lambda root, url, settings=None, more=1: FileConnector(root), str(tmp_path)),
+    ):
+        register("disk", make)
+        with loaderkit.build(Pipeline.files(f"disk://{tmp_path}", include="*.txt").read().batch(1)) as loader:
+            assert next(iter(loader))["txt"] == [b"text"]
 
 
 def open_folder(url: str, settings: StoreArgs) -> FileConnector:

@@ -256,7 +256,9 @@ def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_can_be_read_once_only_is_found_out() -> None:
-    with pytest.raises(ConfigError, match="a generator can be iterated over only once"):
+    with pytest.raises(
+        ConfigError, match="expected an iterable that can be iterated over again for each epoch, not a generator, which"
+    ):
         loaderkit.build(Pipeline.iterable(counting(10)).read().batch(4))
     items = counting(10)
     with loaderkit.build(Pipeline.iterable(lambda: items).read().batch(4), overrides=INLINE) as loader:

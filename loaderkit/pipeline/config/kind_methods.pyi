@@ -1061,8 +1061,8 @@ class KindMethods:
         """Turn uint8 images into floats: (x / 255 - mean) / std per channel; images of `decode: {depth: 16}` are divided by
         65535.
 
-        mean: one number a channel, one for all, or imagenet
-        std: one number a channel, one for all, or imagenet
+        mean: of x / 255: one number a channel, one for all, or imagenet
+        std: of x / 255: one number a channel, one for all, or imagenet
         dtype: of the result
         fields: images to act on; default: all of them
         name: default: its kind; a second stage of a kind is kind-2

@@ -116,17 +116,17 @@ def _check_one(
             "before: give their number",
         )
     if order is not None:
-        _check_order(order, source_kind, problems)
+        _check_order(order, source.kind, problems)
 
 
-def _check_order(order: OrderArgs, source_kind: SourceKind, problems: Problems) -> None:
+def _check_order(order: OrderArgs, kind: str, problems: Problems) -> None:
     if order.weights is not None and order.shuffle != "global":
         problems.error(("order", "weights"), "what is drawn by weight may come at any place: use `shuffle: global`")
-    if order.shuffle == "block" and not source_kind.has_blocks:
+    if order.shuffle == "block" and not SOURCES[kind].has_blocks:
         problems.error(
             ("order", "shuffle"),
-            "block needs a source that knows where its bytes lie (files, tar, array); a data set object has none: "
-            "use global or none",
+            "block needs a source that knows where its bytes lie, such as files, tar and array, and a source of kind "
+            f"{kind!r} does not: use global or none",
         )
 
 

@@ -69,8 +69,8 @@ class IterableArgs(DatasetArgs):
         """Raise ValueError unless `value` can be iterated over more than once, or makes what can be iterated over."""
         if isinstance(value, Iterator):
             raise ValueError(
-                f"a {type(value).__name__} can be iterated over only once: give what it was made of, or a function that makes "
-                "one"
+                f"an iterable that can be iterated over again for each epoch, not a {type(value).__name__}, which is an "
+                "iterator: give what it was made of, or a function that makes it"
             )
         if not (hasattr(value, "__iter__") or callable(value)):
             raise ValueError(f"an object with __iter__, or a function that returns one, not {type(value).__name__}")

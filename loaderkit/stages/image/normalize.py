@@ -30,6 +30,8 @@ _NO_IMAGE = (
     "`fields`"
 )
 
+_MOST_STD = 10.0  # 0.5 is the largest of numbers from 0 to 1; above 1 it may still be meant to make results small
+
 _LARGEST = {torch.uint8: 255.0, torch.uint16: 65535.0}
 
 Channels = Annotated[
@@ -46,8 +48,8 @@ class NormalizeArgs(StageArgs):
     """Turn uint8 images into floats: (x / 255 - mean) / std per channel; images of `decode: {depth: 16}` are divided by
     65535."""
 
-    mean: Channels = Field("imagenet", description="one number a channel, one for all, or imagenet")
-    std: PositiveChannels = Field("imagenet", description="one number a channel, one for all, or imagenet")
+    mean: Channels = Field("imagenet", description="of x / 255: one number a channel, one for all, or imagenet")
+    std: PositiveChannels = Field("imagenet", description="of x / 255: one number a channel, one for all, or imagenet")
     dtype: Literal["float32", "float16", "bfloat16", "float64"] = Field("float32", description="of the result")
     fields: FieldNames = Field(None, description="images to act on; default: all of them")
 
@@ -56,6 +58,19 @@ class NormalizeArgs(StageArgs):
         lengths = {3 if values == "imagenet" else len(values) for values in (self.mean, self.std)} - {1}
         if len(lengths) > 1:
             raise ValueError("`mean` and `std` need the same number of channels")
+        return self
+
+    @model_validator(mode="after")
+    def _are_of_unit_scale(self) -> NormalizeArgs:
+        given = {name: values for name, values in (("mean", self.mean), ("std", self.std)) if values != "imagenet"}
+        if max(given.get("mean", (0,))) > 1 or max(given.get("std", (0,))) > _MOST_STD:
+            divided = ", ".join(
+                f"{name}: [{', '.join(f'{value / 255:.4g}' for value in values)}]" for name, values in given.items()
+            )
+            raise ValueError(
+                "`mean` and `std` are those of numbers from 0 to 1, as levels are divided by 255 first, and these are those of "
+                f"levels: divide them by 255, as in {divided}"
+            )
         return self
 
 

@@ -166,6 +166,35 @@ def test_impossible_arguments(args: dict[str, Any], said: str) -> None:
         _ = pipeline(Pictures(), **args).config
 
 
+@pytest.mark.parametrize(
+    ("args", "divided"),
+    [
+        (
+            {"mean": [123.675, 116.28, 103.53], "std": [58.395, 57.12, 57.375]},
+            "mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]",
+        ),
+        ({"mean": [127.5], "std": [127.5]}, "mean: [0.5], std: [0.5]"),
+        ({"mean": [0], "std": [255]}, "mean: [0], std: [1]"),
+        ({"mean": [123.675, 116.28, 103.53]}, "mean: [0.485, 0.456, 0.406]"),
+        ({"std": [58.395, 57.12, 57.375]}, "std: [0.229, 0.224, 0.225]"),
+        ({"mean": [102, 0, 0], "std": [1, 1, 1]}, "mean: [0.4, 0, 0], std: [0.003922, 0.003922, 0.003922]"),
+    ],
+)
+def test_mean_and_std_of_levels_are_refused(args: dict[str, Any], divided: str) -> None:
+    with pytest.raises(loaderkit.errors.ConfigError) as raised:
+        loaderkit.build(pipeline(Pictures(), **args))
+    assert str(raised.value).endswith(f"these are those of levels: divide them by 255, as in {divided}")
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [((1,), (1,)), ((0,), (1 / 255,)), ((-1,), (2,)), ((0.485 / 255,), (0.229 / 255,))]
+)
+def test_other_scales_that_may_be_meant_are_taken(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    data = Pictures()
+    expected = reference(pixels_of(data), mean, std).float()
+    torch.testing.assert_close(images_of(data, mean=mean, std=std), expected, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_there_must_be_images(late: bool) -> None:
     class Numbers(Pictures):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -322,6 +323,8 @@ class _ZeroRun:
                 if g not in flat and isinstance(found[g][0], View) and prod(found[g][0].shape) > 1:
                     continue  # it is of the flat vector as a whole, and of no parameter
                 plain = None if g in flat else _placed(found[g][0], self._places[0])
+                if isinstance(plain, TensorEntry):  # such as a step, which each parameter counts in memory of its own
+                    plain = replace(plain, storage=None)
                 for name in shapes:
                     state.setdefault(name, {})[kind] = merged.get(name, plain)
         return {"state": state, "param_groups": self._groups(bases[0])}

@@ -71,6 +71,8 @@ def test_all_ranks_are_merged(stage: int, num_ranks: int, tmp_path: Path) -> Non
         assert_equal(loaderkit.restore(folder, keys=name), {name: expected[name]})
     state = loaderkit.restore(folder, nested=True)
     assert state["optimizer"]["state"].keys() | {"head.weight"} <= state["module"].keys()
+    steps = [one["step"] for one in state["optimizer"]["state"].values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps), "each is counted up by itself"
 
 
 def test_in_place_and_from_another_store(tmp_path: Path) -> None:

@@ -26,7 +26,16 @@ def import_named(name: str) -> Any:
     if "" not in sys.path and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     module, _, path = name.partition(":")  # pkgutil.resolve_name refuses modules such as my-data.py
-    return attrgetter(path)(import_module(module))
+    try:
+        imported = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        places = (
+            f"neither in the working directory, {os.getcwd()}, nor elsewhere in sys.path, such as a script's own folder"
+        )
+        raise ModuleNotFoundError(f"{error}, {places}", name=error.name) from error
+    return attrgetter(path)(imported)
 
 
 def public_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

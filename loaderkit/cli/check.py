@@ -380,7 +380,7 @@ def _samples(facts: dict[str, Any]) -> str:
 
 
 def _batches(facts: dict[str, Any]) -> str:
-    ranks = "" if facts["world_size"] == 1 else f" on rank {facts['rank']} of {facts['world_size']}"
+    ranks = " on one rank" if facts["world_size"] == 1 else f" on rank {facts['rank']} of {facts['world_size']}"
     number = "any number" if facts["batches_per_epoch"] is None else facts["batches_per_epoch"]
     most = "at most " if facts["may_have_fewer"] else ""
     size = (

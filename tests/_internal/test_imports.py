@@ -21,6 +21,17 @@ def test_modules_whose_names_are_no_identifiers(tmp_path: Path, monkeypatch: pyt
         import_named("02-data:Shapes")
 
 
+def test_where_a_module_was_looked_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "needs_another.py").write_text("import nowhere_at_all\n")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere'") as caught:
+        import_named("nowhere.clicks:split")
+    assert f"in the working directory, {tmp_path}," in str(caught.value)
+    assert "script's own folder" in str(caught.value)
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'nowhere_at_all'$"):
+        import_named("needs_another:split")
+
+
 def test_the_working_directory_is_looked_into_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("first", "here"):
         (tmp_path / folder).mkdir()

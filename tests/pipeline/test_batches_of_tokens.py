@@ -397,7 +397,7 @@ def test_check_explain_and_run_tell_of_tokens(tmp_path: Path, capsys: pytest.Cap
         assert "batches of up to 500 tokens" in repr(loader)
     for command in ("check", "explain"):
         assert main([command, str(path)]) == 0
-        assert f"{num_batches[0]} per epoch, of up to 500 tokens" in capsys.readouterr().out
+        assert f"{num_batches[0]} per epoch on one rank, of up to 500 tokens" in capsys.readouterr().out
     assert main(["run", str(path), "--epochs", "2"]) == 0
     assert f"{sum(num_batches)} batches, 240 samples" in capsys.readouterr().out
     explained = tmp_path / "explained.yaml"

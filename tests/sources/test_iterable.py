@@ -310,7 +310,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ran = json.loads(capsys.readouterr().out)
     assert (ran["epochs"], ran["batches"], ran["samples"]) == (2, 4, 24)
     assert main(["explain", str(path)]) == 0
-    assert "# batches   any number per epoch, batch size 8" in capsys.readouterr().out
+    assert "# batches   any number per epoch on one rank, batch size 8" in capsys.readouterr().out
 
 
 @pytest.mark.matrix(1)

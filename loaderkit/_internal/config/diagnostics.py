@@ -82,8 +82,8 @@ def say_unmet(expected: Sequence[str], value: Any) -> str:
     if ", not " in stated:
         return f"expected {stated}"
     fixed = re.findall(r"'([^']*)'", stated)
-    near = _near(value, fixed) if isinstance(value, str) and len(fixed) > 1 else None
-    hint = f"; did you mean {near!r}?" if near is not None else ""
+    near = _near(value, fixed) if isinstance(value, str) and len(fixed) > 1 else ""
+    hint = f"; did you mean {near}?" if near else ""
     return f"expected {stated}, not {value!r}{hint}"
 
 
@@ -91,8 +91,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """'did you mean ...?', or the list of known names."""
     names = list(known)
     near = _near(name, names)
-    return f"did you mean {near!r}?" if near is not None else f"expected one of {', '.join(names)}"
+    return f"did you mean {near}?" if near else f"expected one of {', '.join(names)}"
 
 
-def _near(name: str, names: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, names, 1, 0.6)), None)
+def _near(name: str, names: list[str]) -> str:
+    """Up to three names that have all words of `name`, else the one spelled most like it; "" if there is none."""
+    words = set(name.split("_"))
+    fuller = [one for one in names if words <= {*one.split("_")}]
+    near = difflib.get_close_matches(name, fuller, 3, 0) or difflib.get_close_matches(name, names, 1, 0.6)
+    return " or ".join(repr(one) for one in near)

@@ -111,3 +111,21 @@ output: 5
     assert len(message.splitlines()) == len(problems) + 1
     for number, text in ((1, "version"), (2, "did you mean 'name'?"), (10, "did you mean 'batch'?")):
         assert any(f"line {number}: " in row and text in row for row in message.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("random_flip", "did you mean 'random_volume_flip' or 'random_vertical_flip' or 'random_horizontal_flip'?"),
+        ("resized_crop", "did you mean 'random_resized_crop'?"),
+        ("random_flop", "did you mean 'random_crop'?"),
+        ("decod", "did you mean 'decode'?"),
+        ("embed", "expected one of read, decode"),
+    ],
+)
+def test_names_with_all_words_of_a_wrong_one_come_first(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(
+            {"version": 1, "source": {"kind": "files", "url": "data"}, "stages": ["read", name, {"batch": {"size": 4}}]}
+        )
+    assert said in str(caught.value)

@@ -165,13 +165,12 @@ def test_what_takes_no_url_and_settings_makes_no_connector(item: Any, said: str)
 
 def test_what_takes_more_may_make_a_connector(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    for number, make in enumerate(
-        (
-            lambda *given: FileConnector(given[0].partition("://")[2]),
-            wraps(of_url)(lambda url, settings: of_url(url.partition("://")[2])),
-            partial(lambda root, url, settings=None, more=1: FileConnector(root), str(tmp_path)),
-        )
-    ):
+    makers: list[Any] = [
+        lambda *given: FileConnector(given[0].partition("://")[2]),
+        wraps(of_url)(lambda url, settings: of_url(url.partition("://")[2])),
+        partial(lambda root, url, settings=None, more=1: FileConnector(root), str(tmp_path)),
+    ]
+    for number, make in enumerate(makers):
         register(f"disk{number}", make)
         with loaderkit.build(Pipeline.files(f"disk{number}://{tmp_path}", include="*.txt").read().batch(1)) as loader:
             assert next(iter(loader))["txt"] == [b"text"]

@@ -113,6 +113,7 @@ BATCH = """## Batches
 A batch is a dict: one tensor a field (`[B, ...]`; images uint8 `[B, 3, H, W]`, or floats behind `normalize`), a list for
 fields that are text, bytes or objects, and `__key__`, the list of the samples' keys. With several ranks and without
 `drop_last` it also has `__wrapped__`, bool `[B]`: the slots of samples that were read a second time to make ranks equal.
+With `__wrapped__` in `output` every batch has it, False where no sample comes twice.
 A padded field `f` (`ragged: {f: pad}`) comes with `f_sizes`, the shapes before padding. A batch of a mixture has `__source__`, int64 `[B]`: the
 places of the samples' sources in `sources`, whose names are `loader.sources`.
 """

@@ -83,6 +83,7 @@ def folder(tmp_path: Path, photos: Path, shards: Path, made: Path, monkeypatch: 
     for shard in shards.glob("*.tar"):
         (tmp_path / "data" / "shards" / shard.name).symlink_to(shard)
     monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
+    monkeypatch.setenv("DECODE", "dali-cpu")  # as the page on DALI says for a machine without a GPU
     (tmp_path / "pipeline.yaml").write_text(README_PIPELINE.replace("size: 64,", "size: 16,"))
     monkeypatch.setattr("loaderkit.cli.profile._HEADROOM_S", 0.2)  # of all CPUs
     monkeypatch.setattr("loaderkit.cli.profile._TRIAL_S", 0.2)

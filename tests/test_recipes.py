@@ -28,7 +28,7 @@ PAGES = {
     "hf.yaml": "docs/jobs/from-hugging-face.md",
     "segmentation.yaml": "docs/jobs/segmentation.md",
     "coco.py": "docs/jobs/detection.md",
-    "detection.yaml": "docs/jobs/detection.md",
+    "coco.yaml": "docs/jobs/detection.md",
     "plain.py": "docs/jobs/from-dataloader.md",
     "kept.yaml": "docs/jobs/from-dataloader.md",
     "replaced.yaml": "docs/jobs/from-dataloader.md",
@@ -139,7 +139,8 @@ def test_masks_in_a_second_folder(folder: Path, rng: random.Random) -> None:
 
 def test_boxes_as_coco_has_them(folder: Path, rng: random.Random) -> None:
     """A white square in each black photograph, with its box: what is left of one is where the other is."""
-    (folder / "data" / "coco" / "images").mkdir(parents=True)
+    for name in ("train2017", "annotations"):
+        (folder / "data" / "coco" / name).mkdir(parents=True)
     found: dict[str, Any] = {"categories": [{"id": 7}, {"id": 9}], "images": [], "annotations": []}
     for number in range(NUM_PHOTOS):
         name, pixels = f"{number:012}.jpg", np.zeros((90, 120, 3), np.uint8)
@@ -149,26 +150,27 @@ def test_boxes_as_coco_has_them(folder: Path, rng: random.Random) -> None:
             pixels[top : top + size, left : left + size] = 255
             box = {"image_id": 3 * number, "category_id": 7 + 2 * (number % 2), "bbox": [left, top, size, size]}
             found["annotations"].append({**box, "iscrowd": 0})
-        Image.fromarray(pixels).save(folder / "data" / "coco" / "images" / name, quality=95)
+        Image.fromarray(pixels).save(folder / "data" / "coco" / "train2017" / name, quality=95)
     for category in found["categories"]:
         category["name"] = str(category["id"])
-    (folder / "data" / "coco" / "instances.json").write_text(json.dumps(found))
+    (folder / "data" / "coco" / "annotations" / "instances_train2017.json").write_text(json.dumps(found))
     (folder / "coco.py").write_text(named(PAGES["coco.py"], "coco.py"))
-    path = recipe(folder, "detection.yaml")
+    path = recipe(folder, "coco.yaml")
     assert_trains(path, NUM_PHOTOS, 64)
     pipeline: Any = from_yaml(path.read_text())
-    pipeline["stages"] = pipeline["stages"][:-1]  # as levels, without `normalize`
+    pipeline["stages"] = pipeline["stages"][:-2]  # as levels, without `normalize` and `transfer`
     num_boxes = 0
     with loaderkit.build(pipeline) as loader:
         assert loader.classes == ["7", "9"]
         for batch in loader:
+            assert batch["image_id"].tolist() == [3 * int(key) for key in batch["__key__"]]
             for key, image, boxes, labels in zip(
                 *(batch[name] for name in ("__key__", "image", "boxes", "labels")), strict=True
             ):
                 assert labels.tolist() == [int(key) % 2] * len(boxes)
                 expected = torch.zeros(64, 64)
-                for left, top, width, height in boxes.round().int().tolist():
-                    expected[top : top + height, left : left + width] = 255
+                for left, top, right, bottom in boxes.round().int().tolist():
+                    expected[top:bottom, left:right] = 255
                 assert (image.float().mean(0) - expected).abs().mean() < 25, (
                     "but for edges, and less than 2 pixels of a square"
                 )

@@ -13,13 +13,17 @@ from PIL import Image
 
 
 def write_coco(folder: Path) -> None:
-    """COCO's layout: images and instances.json."""
-    (folder / "images").mkdir(parents=True)
+    """COCO's layout, with the same photographs for training and validation."""
+    parts = [folder / "train2017", folder / "val2017"]
+    for part in (*parts, folder / "annotations"):
+        part.mkdir(parents=True)
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for number in range(24):
         name = f"{number:012}.jpg"
-        Image.fromarray(np.full((90, 120, 3), 10 * number, np.uint8)).save(folder / "images" / name)
+        for part in parts:
+            height = 90 + number if part.name == "val2017" else 90
+            Image.fromarray(np.full((height, 120, 3), 10 * number, np.uint8)).save(part / name)
         images.append({"id": number, "file_name": name})
         annotations += [
             {"image_id": number, "category_id": 9, "bbox": [left, 10, 25, 40], "iscrowd": 0}
@@ -27,7 +31,8 @@ def write_coco(folder: Path) -> None:
         ]
     categories = [{"id": 7, "name": "cat"}, {"id": 9, "name": "dog"}]
     found = {"categories": categories, "images": images, "annotations": annotations}
-    (folder / "instances.json").write_text(json.dumps(found))
+    for part in parts:
+        (folder / "annotations" / f"instances_{part.name}.json").write_text(json.dumps(found))
 
 
 def write_sensors(path: Path) -> None:

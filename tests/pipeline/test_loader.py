@@ -384,15 +384,33 @@ class TestEpochs:
             next(iter(loader))
 
     def test_output_of_what_a_batch_lacks(self, photos: Path) -> None:
-        for fields in (["image", "__wrapped__"], ["image", "made"]):
-            pipeline = augmented(photos).call(lambda batch: batch).output(*fields)
-            with loaderkit.build(pipeline) as loader:
-                with pytest.raises(ConfigError, match=fields[1]):
-                    next(iter(loader))
-                assert loader.state_dict()["position"] == 0
+        pipeline = augmented(photos).call(lambda batch: batch).output("image", "made")
+        with loaderkit.build(pipeline) as loader:
+            with pytest.raises(ConfigError, match="made"):
+                next(iter(loader))
+            assert loader.state_dict()["position"] == 0
         tokens = Pipeline.dataset([{"x": torch.zeros(n)} for n in range(1, 5)]).read().batch(2, ragged={"x": "pad"})
         with loaderkit.build(tokens.output("x", "x_sizes")) as loader:
             assert all(x.shape == (2, int(sizes.max())) for x, sizes in loader)
+
+    @pytest.mark.parametrize("drop_last", [False, True])
+    @pytest.mark.parametrize("world_size", [1, 7])
+    def test_output_has_marks_of_repeated_samples_if_it_names_them(
+        self, photos: Path, world_size: int, drop_last: bool
+    ) -> None:
+        """One file serves any number of ranks, and `loaderkit check` is one rank."""
+        plain = Pipeline.files(photos, label="parent", include="**/*.jpg").read().batch(4, drop_last=drop_last)
+        for pipeline in (plain, plain.call(lambda batch: {"label": batch["label"]})):
+            marks = []
+            for rank in range(world_size):
+                with loaderkit.build(
+                    pipeline.output("label", "__wrapped__"), rank=rank, world_size=world_size
+                ) as loader:
+                    for label, wrapped in loader:
+                        assert (wrapped.dtype, wrapped.shape) == (torch.bool, label.shape)
+                        marks.append(wrapped)
+            num_repeated = -60 % world_size if not drop_last else 0
+            assert int(torch.cat(marks).sum()) == num_repeated
 
     @pytest.mark.matrix(1)
     @pytest.mark.parametrize("executor", ["thread", "process", "inline"])

@@ -86,7 +86,7 @@ def make_batch_plan(plan: ExecutionPlan, allocator: Allocator | None = None) -> 
         Padding(batch.pad_value, batch.padding_side, batch.pad_to_multiple_of or 1, batch.masks),
         config.errors.on_bad_sample,
         has_keys=_names_samples(plan),
-        marks_wrapped=schedule.world_size > 1 and not schedule.drop_last,
+        marks_wrapped="__wrapped__" in (config.output or ()) or (schedule.world_size > 1 and not schedule.drop_last),
         filters=config.filters,
         skips_empty=config.skips_empty_batches,
     )

@@ -196,12 +196,14 @@ def _said(origin: str) -> str:
 
 def _described(item: Any) -> str:
     if isinstance(item, (type, FunctionType)):
-        return f"the {'class' if isinstance(item, type) else 'function'} {item.__qualname__}({_parameters(item)})"
+        return f"the {'class' if isinstance(item, type) else 'function'} {item.__qualname__}{_parameters(item)}"
     return f"a {type(item).__name__}"
 
 
 def _parameters(item: Callable[..., Any]) -> str:
     try:
-        return ", ".join(inspect.signature(item).parameters)
-    except (TypeError, ValueError):  # built in
-        return "..."
+        found = inspect.signature(item, follow_wrapped=False)
+        bare = [one.replace(annotation=inspect.Parameter.empty) for one in found.parameters.values()]
+        return str(inspect.Signature(bare))
+    except Exception:  # what is built in tells none, and an annotation may be of a name that is not there
+        return "(...)"

@@ -95,9 +95,11 @@ def _is_factory(item: Any) -> bool:
     if not callable(item):
         return False
     try:
-        inspect.signature(item).bind("", StoreArgs())
-    except ValueError:  # built in
+        signature = inspect.signature(item, follow_wrapped=False)
+    except Exception:  # what is built in tells none, and an annotation may be of a name that is not there
         return True
+    try:
+        signature.bind("", StoreArgs())
     except TypeError:
         return False
     return True

@@ -63,3 +63,38 @@ def test_each_of_a_pair_is_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFi
     batch = {"size": 2, "pad_value": {"a_input_ids": PAD, "b_input_ids": 2}}
     (warning,) = warnings_of({"sources": [source], "stages": ["read", {"batch": batch}]}, caplog)
     assert "'b_input_ids' is padded with 2" in warning
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"pad_value": {"input_ids": PAD, "labels": -100}}, []),
+        (
+            {"ragged": {"input_ids": "pad", "labels": "pad"}, "pad_value": -100},
+            [f"'input_ids' is padded with -100, .* pad_value: {{input_ids: {PAD}, labels: -100}}"],
+        ),
+        (
+            {"pad_value": {"input_ids": PAD, "labels": 0}},
+            [f"'labels' is padded with 0, .* pad_value: {{input_ids: {PAD}, labels: -100}}"],
+        ),
+        (
+            {"ragged": {"input_ids": "pad", "labels": "pad"}},
+            [
+                f"'input_ids' is padded with 0, .*{{input_ids: {PAD}, labels: -100}}",
+                f"'labels' is padded with 0, .*{{input_ids: {PAD}, labels: -100}}",
+            ],
+        ),
+    ],
+)
+def test_what_is_to_be_written_is_right_for_all_fields(
+    tmp_path: Path, batch: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenize = {"tokenizer": str(write_tokenizer(tmp_path / "tokenizer")), "text": "text", "mask": "none"}
+    data = write_lines(tmp_path / "texts.jsonl", [{"text": "a b"}, {"text": "a"}])
+    config = {
+        "source": {"kind": "lines", "url": str(data)},
+        "stages": ["read", {"tokenize": tokenize}, {"batch": {"size": 2, **batch}}],
+    }
+    warnings = warnings_of(config, caplog)
+    assert len(warnings) == len(said)
+    assert all(map(re.search, said, warnings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,8 @@ def of_url(url: str) -> FileConnector:
         (OfPath, r"'disk' \(test_registered:OfPath\) is the class OfPath\(path\), and has to be"),
         (of_url, r"'disk' \(test_registered:of_url\) is the function of_url\(url\), and has to be"),
         (lambda url, settings, other: None, r"is the function <lambda>\(url, settings, other\), and has to be"),
-        (lambda url, settings, *, other: None, r"is the function <lambda>\(url, settings, other\), and has to be"),
+        (lambda url, *, settings=None: None, r"is the function <lambda>\(url, \*, settings=None\), and has to be"),
+        (lambda url, settings, *, other: None, r"is the function <lambda>\(url, settings, \*, other\), and has to be"),
     ],
 )
 def test_what_takes_no_url_and_settings_makes_no_connector(item: Any, said: str) -> None:
@@ -164,12 +165,14 @@ def test_what_takes_no_url_and_settings_makes_no_connector(item: Any, said: str)
 
 def test_what_takes_more_may_make_a_connector(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    for make in (
+    makers: list[Any] = [
         lambda *given: FileConnector(given[0].partition("://")[2]),
+        wraps(of_url)(lambda url, settings: of_url(url.partition("://")[2])),
         partial(lambda root, url, settings=None, more=1: FileConnector(root), str(tmp_path)),
-    ):
-        register("disk", make)
-        with loaderkit.build(Pipeline.files(f"disk://{tmp_path}", include="*.txt").read().batch(1)) as loader:
+    ]
+    for number, make in enumerate(makers):
+        register(f"disk{number}", make)
+        with loaderkit.build(Pipeline.files(f"disk{number}://{tmp_path}", include="*.txt").read().batch(1)) as loader:
             assert next(iter(loader))["txt"] == [b"text"]
 
 

@@ -63,13 +63,11 @@ class NormalizeArgs(StageArgs):
     @model_validator(mode="after")
     def _are_of_unit_scale(self) -> NormalizeArgs:
         given = {name: values for name, values in (("mean", self.mean), ("std", self.std)) if values != "imagenet"}
-        if max(given.get("mean", (0,))) > 1 or max(given.get("std", (0,))) > _MOST_STD:
-            divided = ", ".join(
-                f"{name}: [{', '.join(f'{value / 255:.4g}' for value in values)}]" for name, values in given.items()
-            )
+        of_levels = [name for name, most in (("mean", 1.0), ("std", _MOST_STD)) if max(given.get(name, (0,))) > most]
+        if of_levels:
             raise ValueError(
-                "`mean` and `std` are those of numbers from 0 to 1, as levels are divided by 255 first, and these are those of "
-                f"levels: divide them by 255, as in {divided}"
+                f"`{of_levels[0]}` is that of levels, and has to be that of numbers from 0 to 1, which levels become first: "
+                "divide it by 255, or by 65535 for images of 16 bits"
             )
         return self
 

@@ -267,25 +267,31 @@ def _eos_of(args: TokenizeArgs, tokenizer: TextTokenizer) -> str | None:
 
 
 def _look_at_padding(stage: StageConfig, batch: StageArgs) -> None:
-    """Log a warning for tokens that `batch` pads with another value than their tokenizer's pad token. Its end token is as good
-    where an attention mask tells the padding."""
+    """Log a warning for tokens that `batch` pads with another value than their tokenizer's pad token, and for labels that it
+    pads with one that a loss would learn. The end token is as good where an attention mask tells the padding."""
     assert isinstance(stage.args, TokenizeArgs)
     assert isinstance(batch, BatchArgs)
     tokenizer = load_tokenizer(stage.args.tokenizer)
-    for name in (f"{prefix}input_ids" for prefix in stage.args.prefixes.values()):
-        value, is_masked = batch.padding_of(name), not {None, name}.isdisjoint(batch.masks.values())
-        fits = value == tokenizer.pad_id or (is_masked and value == tokenizer.eos_id)
-        if value is not None and tokenizer.pad_id is not None and not fits:
-            logger.warning(
-                "stages.batch.pad_value: %r is padded with %g, and the pad token of its tokenizer (stages.%s) is %d: code "
-                "that looks for the pad token takes this padding for text. Write pad_value: {%s: %d}",
-                name,
-                value,
-                stage.name,
-                tokenizer.pad_id,
-                name,
-                tokenizer.pad_id,
+    padded = {name: value for name in batch.forms if (value := batch.padding_of(name)) is not None}
+    wrong: dict[str, tuple[int, str]] = {}
+    for prefix in stage.args.prefixes.values():
+        name, labels = f"{prefix}input_ids", f"{prefix}labels"
+        is_end = padded.get(name) == tokenizer.eos_id and not {None, name}.isdisjoint(batch.masks.values())
+        if name in padded and tokenizer.pad_id not in (None, padded[name]) and not is_end:
+            assert tokenizer.pad_id is not None
+            why = (
+                f"the pad token of its tokenizer (stages.{stage.name}) is {tokenizer.pad_id}: code that looks for the pad "
+                "token takes this padding for text"
             )
+            wrong[name] = tokenizer.pad_id, why
+        if stage.args.mask is not None and padded.get(labels, IGNORED) != IGNORED:
+            wrong[labels] = IGNORED, f"a loss leaves out {IGNORED}: it would learn this padding"
+    right = ", ".join(
+        f"{name}: {value:g}" for name, value in {**padded, **{n: v for n, (v, _) in wrong.items()}}.items()
+    )
+    for name, (_, why) in wrong.items():
+        message = "stages.batch.pad_value: %r is padded with %g, and %s. Write pad_value: {%s}"
+        logger.warning(message, name, padded[name], why, right)
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:

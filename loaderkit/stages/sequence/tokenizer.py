@@ -23,7 +23,7 @@ from loaderkit.errors import USER_ERRORS, ConfigError, MissingExtraError
 from loaderkit.stages.sequence.chats import Spans
 
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
-_MOST_LOADED = 4
+_MOST_LOADED = 16  # one for each source of a mixture
 _COUNT = range(1 << 62)  # of tokens
 Int64 = NDArray[np.int64]
 _loaded: OrderedDict[tuple[Any, ...], TextTokenizer] = OrderedDict()

@@ -167,23 +167,20 @@ def test_impossible_arguments(args: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "divided"),
+    ("args", "named"),
     [
-        (
-            {"mean": [123.675, 116.28, 103.53], "std": [58.395, 57.12, 57.375]},
-            "mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225]",
-        ),
-        ({"mean": [127.5], "std": [127.5]}, "mean: [0.5], std: [0.5]"),
-        ({"mean": [0], "std": [255]}, "mean: [0], std: [1]"),
-        ({"mean": [123.675, 116.28, 103.53]}, "mean: [0.485, 0.456, 0.406]"),
-        ({"std": [58.395, 57.12, 57.375]}, "std: [0.229, 0.224, 0.225]"),
-        ({"mean": [102, 0, 0], "std": [1, 1, 1]}, "mean: [0.4, 0, 0], std: [0.003922, 0.003922, 0.003922]"),
+        ({"mean": [123.675, 116.28, 103.53], "std": [58.395, 57.12, 57.375]}, "mean"),
+        ({"mean": [123.675, 116.28, 103.53], "std": [0.229, 0.224, 0.225]}, "mean"),
+        ({"mean": [0.485, 0.456, 0.406], "std": [58.395, 57.12, 57.375]}, "std"),
+        ({"mean": [0], "std": [255]}, "std"),
+        ({"mean": [123.675, 116.28, 103.53]}, "mean"),
+        ({"std": [58.395, 57.12, 57.375]}, "std"),
+        ({"mean": [102, 0, 0], "std": [1, 1, 1]}, "mean"),
     ],
 )
-def test_mean_and_std_of_levels_are_refused(args: dict[str, Any], divided: str) -> None:
-    with pytest.raises(loaderkit.errors.ConfigError) as raised:
+def test_mean_and_std_of_levels_are_refused(args: dict[str, Any], named: str) -> None:
+    with pytest.raises(loaderkit.errors.ConfigError, match=f"`{named}` is that of levels, .* 255, or by 65535"):
         loaderkit.build(pipeline(Pictures(), **args))
-    assert str(raised.value).endswith(f"these are those of levels: divide them by 255, as in {divided}")
 
 
 @pytest.mark.parametrize(

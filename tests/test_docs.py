@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 import torch
 from buckets import upload
-from doc_data import write_coco, write_pairs, write_sensors
+from doc_data import write_coco, write_pairs, write_sensors, write_zero_run
 from doc_examples import LOOPS, examples, libraries, named, needs_cluster, needs_frameworks
 from hf_folders import saved
 from mixed_photos import write_mixed
@@ -89,6 +89,7 @@ def folder(tmp_path: Path, photos: Path, shards: Path, made: Path, monkeypatch: 
     monkeypatch.setattr("loaderkit.cli.profile._TRIAL_S", 0.2)
     for name in ("examples", "pipelines"):
         (tmp_path / name).symlink_to(ROOT / name)
+    write_zero_run(tmp_path / "runs" / "zero")
     (tmp_path / "bad.jsonl").touch()  # of a run in which nothing was bad
     return tmp_path
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from deepspeed_folders import write_zero
 from PIL import Image
 
 
@@ -54,3 +56,12 @@ def write_pairs(path: Path) -> None:
         prompt = [{"role": "user", "content": "why " * (1 + number % 5)}]
         lines.append(json.dumps({"prompt": prompt, **answers}) + "\n")
     path.write_text("".join(lines))
+
+
+def write_zero_run(folder: Path) -> None:
+    """What DeepSpeed saves of the small model on its page, trained by two ranks."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    states = {kind: {name: torch.rand_like(weights[name]) for name in weights} for kind in ("exp_avg", "exp_avg_sq")}
+    write_zero(folder / "global_step500", 2, 2, [weights], states, frozen={}, buffers={}, tied={})
+    (folder / "latest").write_text("global_step500")

@@ -86,6 +86,79 @@ def test_in_place_and_from_another_store(tmp_path: Path) -> None:
     assert_equal(loaderkit.restore("memory://run/global_step3", connectors={"memory": store}), expected)
 
 
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after two steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("buffer_dtype", [torch.float32, torch.bfloat16])
+class TestIntoAModel:
+    """What the page on DeepSpeed says of the ways to load a run into a model and its optimizer."""
+
+    def written(self, folder: Path, stage: int, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, Any]]:
+        """The model that a folder holds, and the moments by kind and name."""
+        model, optimizer = trained()
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        moments = {
+            kind: {name: optimizer.state[weight][kind] for name, weight in model.named_parameters()}
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        buffers = {n: b.to(dtype) if b.is_floating_point() else b for n, b in model.named_buffers()}
+        for name, buffer in buffers.items():
+            model.get_buffer(name).copy_(buffer)  # as it comes back: rounded
+        write_zero(folder / "global_step3", stage, 2, [weights], moments, frozen={}, buffers=buffers, tied={})
+        return model, moments
+
+    def assert_loaded(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        expected: torch.nn.Module,
+        moments: dict[str, Any],
+    ) -> None:
+        assert_equal(model.state_dict(), expected.state_dict())
+        for name, weight in model.named_parameters():
+            assert optimizer.state[weight]["step"] == 3
+            assert all(same(optimizer.state[weight][kind], named[name]) for kind, named in moments.items())
+
+    def test_by_position(self, stage: int, buffer_dtype: torch.dtype, tmp_path: Path) -> None:
+        expected, moments = self.written(tmp_path, stage, buffer_dtype)
+        model, optimizer = trained()
+        state = loaderkit.restore(latest(tmp_path), keys=["module.*", "optimizer.*"], nested=True)
+        assert state["module"]["1.running_mean"].dtype == buffer_dtype
+        model.load_state_dict(state["module"])
+        optimizer.load_state_dict(state["optimizer"])
+        self.assert_loaded(model, optimizer, expected, moments)
+
+    def test_in_place_as_the_types_of_the_model(self, stage: int, buffer_dtype: torch.dtype, tmp_path: Path) -> None:
+        expected, _ = self.written(tmp_path, stage, buffer_dtype)
+        model, _ = trained()
+        loaderkit.restore(latest(tmp_path), into={"module": model.state_dict()}, keys="module.*", dtype="target")
+        assert_equal(model.state_dict(), expected.state_dict())
+
+    def test_by_name(self, stage: int, buffer_dtype: torch.dtype, tmp_path: Path) -> None:
+        expected, moments = self.written(tmp_path, stage, buffer_dtype)
+        model, _ = trained()
+        optimizer = torch.optim.AdamW(reversed([*model.parameters()]))
+        with loaderkit.CheckpointManager(tmp_path) as checkpoints:
+            if buffer_dtype != torch.float32:
+                before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+                with pytest.raises(CheckpointError, match=r"running_mean' is torch\.float32, and torch\.bfloat16"):
+                    checkpoints.restore({"module": model, "optimizer": optimizer})
+                assert_equal(model.state_dict(), before)
+                return
+            assert checkpoints.restore({"module": model, "optimizer": optimizer}) == 3
+        self.assert_loaded(model, optimizer, expected, moments)
+
+
 class TestWhichFolder:
     def test_latest_names_it(self, tmp_path: Path) -> None:
         old, new = made(tmp_path / "global_step9", 2, 2, 1), made(tmp_path / "global_step10", 2, 3, 2)

@@ -294,7 +294,9 @@ class TestCheck:
         assert main([command, str(pipeline), *settings]) == 0
         captured = capsys.readouterr()
         assert (captured.err, caplog.text) == ("", "")
-        assert "batches       15 per epoch on one rank, batch size 4\n" in captured.out.replace("# batches   ", "batches       ")
+        assert "batches       15 per epoch on one rank, batch size 4\n" in captured.out.replace(
+            "# batches   ", "batches       "
+        )
 
     @pytest.mark.integration
     def test_actors_need_no_cluster(

@@ -60,6 +60,16 @@ def waiting(rng: random.Random, names: Sequence[str] = NAMES) -> Stats:
 
 
 class TestRanked:
+    def test_only_the_longest_is_told_with_two_kinds(self, rng: random.Random) -> None:
+        num_twice = 0
+        for _ in range(150):
+            found = waiting(rng).verdict()
+            counts = Counter(one.stage for one in found.causes)
+            twice = [stage for stage, num in counts.items() if num > 1]
+            assert twice in ([], [found.causes[0].stage])
+            num_twice += len(twice)
+        assert num_twice > 2
+
     def test_by_what_was_waited_for(self, rng: random.Random) -> None:
         for _ in range(30):
             seen = waiting(rng)

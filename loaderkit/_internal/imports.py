@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.abc import MetaPathFinder
@@ -13,6 +14,9 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
+_importing: set[tuple[int, str]] = set()
+"""(thread, module) of the imports by `import_named` that are under way."""
+
 
 def is_name(text: str) -> bool:
     """True if `text` has the form "package.module:name"."""
@@ -21,11 +25,19 @@ def is_name(text: str) -> bool:
 
 def import_named(name: str) -> Any:
     """The object of that name; the working directory is searched last, however the program was started. Raises
-    ValueError, ImportError, AttributeError, and what importing the module raises."""
+    ValueError, ImportError, AttributeError, and what importing the module raises. A module that asks for it itself while it is
+    imported, and so would never end, is an ImportError."""
     # `python -m` looks there, a script and a console script do not; last, so that no file there hides an installed package.
     if "" not in sys.path and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     module, _, path = name.partition(":")  # pkgutil.resolve_name refuses modules such as my-data.py
+    importing = threading.get_ident(), module
+    if importing in _importing:
+        raise ImportError(
+            f"{module} asks for it while it is imported, as it runs all of a script: put what runs there under "
+            f'`if __name__ == "__main__":`, or {path} in a module of its own'
+        )
+    _importing.add(importing)
     try:
         imported = import_module(module)
     except ModuleNotFoundError as error:
@@ -35,6 +47,8 @@ def import_named(name: str) -> Any:
             f"neither in the working directory, {os.getcwd()}, nor elsewhere in sys.path, such as a script's own folder"
         )
         raise ModuleNotFoundError(f"{error}, {places}", name=error.name) from error
+    finally:
+        _importing.discard(importing)
     return attrgetter(path)(imported)
 
 

@@ -17,7 +17,8 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from hashlib import blake2b
-from types import FunctionType
+from importlib import import_module
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -126,6 +127,10 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             cloudpickle.register_pickle_by_value(main)
 
     def reducer_override(self, value: Any) -> Any:
+        # cloudpickle sends modules that a function may mean along: torch.classes for `self.classes` beside `torch`. It knows
+        # only those of the plain type.
+        if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
+            return import_module, (value.__name__,)
         reduced = self.tensors.reduce(value)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,3 +42,30 @@ def test_the_working_directory_is_looked_into_last(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path / "here")
     assert import_named("both_have_it:place") == "first"
     assert import_named("only_here:place") == "here"
+
+
+def test_a_script_that_names_itself_is_told_so(tmp_path: Path) -> None:
+    """Its loading processes would run all of it, start others, and so on."""
+    text = """
+import loaderkit
+
+class Numbers:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"x": index}
+
+pipeline = loaderkit.Pipeline.dataset("numbered:Numbers").read().batch(4).prefetch(executor="process")
+with loaderkit.build(pipeline.epochs(1)) as loader:
+    print(len(list(loader)))
+"""
+    (tmp_path / "numbered.py").write_text(text)
+    ran = subprocess.run([sys.executable, "numbered.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1
+    assert 'put what runs there under `if __name__ == "__main__":`, or Numbers in a module of its own' in ran.stderr
+    body, _, run = text.partition("pipeline = ")
+    indented = "\n".join(f"    {line}" for line in f"pipeline = {run}".splitlines())
+    (tmp_path / "numbered.py").write_text(f"{body}if __name__ == '__main__':\n{indented}\n")
+    ran = subprocess.run([sys.executable, "numbered.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "2\n"), ran.stderr

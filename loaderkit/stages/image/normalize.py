@@ -30,7 +30,8 @@ _NO_IMAGE = (
     "`fields`"
 )
 
-_MOST_STD = 10.0  # 0.5 is the largest of numbers from 0 to 1; above 1 it may still be meant to make results small
+# More is surely of levels. Of numbers from 0 to 1 a mean is at most 1 and a std 0.5, and two steps made one have 2.
+_MOST_MEAN, _MOST_STD = 3.0, 10.0
 
 _LARGEST = {torch.uint8: 255.0, torch.uint16: 65535.0}
 
@@ -63,7 +64,9 @@ class NormalizeArgs(StageArgs):
     @model_validator(mode="after")
     def _are_of_unit_scale(self) -> NormalizeArgs:
         given = {name: values for name, values in (("mean", self.mean), ("std", self.std)) if values != "imagenet"}
-        of_levels = [name for name, most in (("mean", 1.0), ("std", _MOST_STD)) if max(given.get(name, (0,))) > most]
+        of_levels = [
+            name for name, most in (("mean", _MOST_MEAN), ("std", _MOST_STD)) if max(given.get(name, (0,))) > most
+        ]
         if of_levels:
             raise ValueError(
                 f"`{of_levels[0]}` is that of levels, and has to be that of numbers from 0 to 1, which levels become first: "

@@ -184,7 +184,8 @@ def test_mean_and_std_of_levels_are_refused(args: dict[str, Any], named: str) ->
 
 
 @pytest.mark.parametrize(
-    ("mean", "std"), [((1,), (1,)), ((0,), (1 / 255,)), ((-1,), (2,)), ((0.485 / 255,), (0.229 / 255,))]
+    ("mean", "std"),
+    [((1,), (1,)), ((0,), (1 / 255,)), ((-1,), (2,)), ((1.9,), (0.1,)), ((0.485 / 255,), (0.229 / 255,))],
 )
 def test_other_scales_that_may_be_meant_are_taken(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
     data = Pictures()

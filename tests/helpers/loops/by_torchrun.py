@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,23 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from loaderkit.checkpoint.manager.notice import SignalNotice
 from loops.common import Rank, Run, loss_of, make_model, make_optimizer, train_with_manager
 from loops.common import scalars_in as logged  # noqa: F401 - called by the program
 
 
 class Launched(Rank):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seen = None if self.run.signalled_at is None else SignalNotice(["SIGTERM"])
+
     def signal(self) -> None:
+        """The ranks wait for it in this step: torchrun passes it on when it gets to it, by which time they may have ended."""
+        assert self.seen is not None
         if self.number == 0:
             os.kill(os.getppid(), signal.SIGTERM)
+        while self.seen.name is None:
+            time.sleep(0.01)
 
 
 def run_ranks(run: Run, folder: Path) -> None:

@@ -59,6 +59,9 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         state = {"model": model, "optimizer": optimizer, "loader": loader, "rng": RngState()}
         first = checkpoints.restore(state) or 0  # in place, from the newest one that is whole
+        last = options.epochs * len(loader)
+        if options.max_batches is not None:
+            last = min(last, first + options.max_batches)
         if first:
             print(f"resumed epoch {loader.epoch} after batch {first} from {options.checkpoints}")
 
@@ -71,13 +74,12 @@ def main() -> None:
                 optimizer.step()
                 step += 1
                 print(f"epoch {loader.epoch} batch {step} loss {loss.item():.3f} first {batch['__key__'][0]}")
-                checkpoints.save(step, state)  # does nothing but for every `--save-every` batches
-                if step - first == options.max_batches:
+                # Does nothing but for every `--save-every` batches and the last one.
+                checkpoints.save(step, state, force=step == last)
+                if step == last:
                     break
-            if step - first == options.max_batches:
+            if step == last:
                 break
-        if checkpoints.latest_step() != step:
-            checkpoints.save(step, state, force=True)
         print(f"training waited {loader.stats().to_dict()['stall']['percent']:.1f} % of the time")
 
 

@@ -14,8 +14,10 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
-_importing: set[tuple[int, str]] = set()
-"""(thread, module) of the imports by `import_named` that are under way."""
+from loaderkit.errors import ConfigError
+
+_importing: dict[tuple[int, str], str] = {}
+"""(thread, module) of the imports by `import_named` that are under way -> what the module itself asks for meanwhile, or ""."""
 
 
 def is_name(text: str) -> bool:
@@ -25,19 +27,16 @@ def is_name(text: str) -> bool:
 
 def import_named(name: str) -> Any:
     """The object of that name; the working directory is searched last, however the program was started. Raises
-    ValueError, ImportError, AttributeError, and what importing the module raises. A module that asks for it itself while it is
-    imported, and so would never end, is an ImportError."""
+    ValueError, ImportError, AttributeError, and what importing the module raises."""
     # `python -m` looks there, a script and a console script do not; last, so that no file there hides an installed package.
     if "" not in sys.path and (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
     module, _, path = name.partition(":")  # pkgutil.resolve_name refuses modules such as my-data.py
     importing = threading.get_ident(), module
     if importing in _importing:
-        raise ImportError(
-            f"{module} asks for it while it is imported, as it runs all of a script: put what runs there under "
-            f'`if __name__ == "__main__":`, or {path} in a module of its own'
-        )
-    _importing.add(importing)
+        _importing[importing] = name
+        return attrgetter(path)(import_module(module))
+    _importing[importing] = ""
     try:
         imported = import_module(module)
     except ModuleNotFoundError as error:
@@ -48,8 +47,20 @@ def import_named(name: str) -> Any:
         )
         raise ModuleNotFoundError(f"{error}, {places}", name=error.name) from error
     finally:
-        _importing.discard(importing)
+        del _importing[importing]
     return attrgetter(path)(imported)
+
+
+def check_not_importing() -> None:
+    """Raise ConfigError in a module that is imported for its own pipeline: each process that loads would import it, begin here
+    and start others."""
+    thread = threading.get_ident()
+    for (importing, module), asked in [*_importing.items()]:
+        if asked and importing == thread:
+            raise ConfigError(
+                f"{module} is imported for {asked!r}, and iterates over the loader itself: put what runs there under "
+                f'`if __name__ == "__main__":`, or {asked.partition(":")[2]} in a module of its own'
+            )
 
 
 def public_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

@@ -44,9 +44,10 @@ def test_the_working_directory_is_looked_into_last(tmp_path: Path, monkeypatch: 
     assert import_named("only_here:place") == "here"
 
 
-def test_a_script_that_names_itself_is_told_so(tmp_path: Path) -> None:
-    """Its loading processes would run all of it, start others, and so on."""
-    text = """
+@pytest.mark.parametrize("executor", ["process", "thread"])
+def test_a_script_that_names_itself_is_told_so(tmp_path: Path, executor: str) -> None:
+    """It would be run by its own import, and by each loading process, which would start others, and so on."""
+    text = f"""
 import loaderkit
 
 class Numbers:
@@ -54,18 +55,26 @@ class Numbers:
         return 8
 
     def __getitem__(self, index):
-        return {"x": index}
+        return {{"x": index}}
 
-pipeline = loaderkit.Pipeline.dataset("numbered:Numbers").read().batch(4).prefetch(executor="process")
-with loaderkit.build(pipeline.epochs(1)) as loader:
-    print(len(list(loader)))
+pipeline = loaderkit.Pipeline.dataset("numbered:Numbers").read().batch(4).prefetch(executor="{executor}").epochs(1)
+loader = loaderkit.build(pipeline)
+print(len(list(loader)))
+loader.close()
 """
+    begin, end = text.index("print("), len(text)
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "numbered.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+
     (tmp_path / "numbered.py").write_text(text)
-    ran = subprocess.run([sys.executable, "numbered.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 1
+    ran = run()
+    assert (ran.returncode, ran.stdout) == (1, "")
     assert 'put what runs there under `if __name__ == "__main__":`, or Numbers in a module of its own' in ran.stderr
-    body, _, run = text.partition("pipeline = ")
-    indented = "\n".join(f"    {line}" for line in f"pipeline = {run}".splitlines())
-    (tmp_path / "numbered.py").write_text(f"{body}if __name__ == '__main__':\n{indented}\n")
-    ran = subprocess.run([sys.executable, "numbered.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    # A loader at the top level is none that begins: also the loading processes make one, and leave it alone.
+    indented = "".join(f"    {line}\n" for line in text[begin:end].splitlines())
+    (tmp_path / "numbered.py").write_text(f"{text[:begin]}if __name__ == '__main__':\n{indented}")
+    ran = run()
     assert (ran.returncode, ran.stdout) == (0, "2\n"), ran.stderr

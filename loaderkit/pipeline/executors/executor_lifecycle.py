@@ -10,6 +10,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from loaderkit._internal.imports import check_not_importing
 from loaderkit.diagnosis.stats import Stats
 from loaderkit.engine.contracts import Executor, LoopLog
 from loaderkit.engine.lifetime import Lifetime
@@ -67,6 +68,7 @@ class ExecutorLifecycle:
             executor = None
         if executor is None:
             self.lifetime.check_open()
+            check_not_importing()
             executor = make_executor(self.plan, self._clock)
             if self._sent is not None:
                 self._sent.note()

@@ -287,10 +287,10 @@ def _look_at_padding(stage: StageConfig, batch: StageArgs) -> None:
         if stage.args.mask is not None and padded.get(labels, IGNORED) != IGNORED:
             wrong[labels] = IGNORED, f"a loss leaves out {IGNORED}: it would learn this padding"
     right = ", ".join(
-        f"{name}: {value:g}" for name, value in {**padded, **{n: v for n, (v, _) in wrong.items()}}.items()
+        f"{name}: {value:.15g}" for name, value in {**padded, **{n: v for n, (v, _) in wrong.items()}}.items()
     )
     for name, (_, why) in wrong.items():
-        message = "stages.batch.pad_value: %r is padded with %g, and %s. Write pad_value: {%s}"
+        message = "stages.batch.pad_value: %r is padded with %.15g, and %s. Write pad_value: {%s}"
         logger.warning(message, name, padded[name], why, right)
 
 

@@ -35,7 +35,9 @@ class Launched(Rank):
         assert self.seen is not None
         if self.number == 0:
             os.kill(os.getppid(), signal.SIGTERM)
+        deadline = time.monotonic() + 60
         while self.seen.name is None:
+            assert time.monotonic() < deadline, "torchrun has passed on nothing"
             time.sleep(0.01)
 
 

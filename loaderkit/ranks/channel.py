@@ -106,6 +106,8 @@ class PeerChannel:
                 f"the ranks {listed(self.peers)} could not be connected to pass on batches: {error}. GLOO_SOCKET_IFNAME "
                 "names the network to use; with `ranks: {share: read}` each rank reads for itself"
             ) from error
+        finally:
+            self._await_connected()
         with self._lock:
             self._gloo = gloo
         if self._has_left.is_set() or self.failure is not None:
@@ -137,6 +139,17 @@ class PeerChannel:
                 raise _closed()
             self._has_left.wait(poll_s) if may_leave else time.sleep(poll_s)
             poll_s = min(2 * poll_s, _MAX_POLL_S)
+
+    def _await_connected(self) -> None:
+        """Return once no rank is connecting any more. One that closed its connections before would leave others in gloo:
+        it connects with one peer after another, gives up at a broken connection, and is then awaited by all that follow."""
+        until_s, poll_s = time.monotonic() + _CONNECT_S, _FIRST_POLL_S
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(f"connected/{self.number}", "")
+            missing = [f"connected/{n}" for n in range(len(self.peers))]
+            while (missing := [key for key in missing if not self._store.check([key])]) and time.monotonic() < until_s:
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, _MAX_POLL_S)
 
     def _has_gone_without(self, key: str, peer: int) -> bool:
         """True if a rank has left without having written the message `key`. The two checks must be made in this order."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 from mesh_programs import BROADCAST, Store, digest, files, mesh_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import loaderkit
 from loaderkit import Loader, Pipeline
 from loaderkit.errors import ClosedError, LoaderkitError
+from loaderkit.ranks.store import default_store
 
 SHAPE = (2, 1, 2)
 Scenario = Callable[[Callable[..., Loader], int, Path], Any]
@@ -285,6 +289,32 @@ def closes(build: Callable[..., Loader], rank: int, folder: Path) -> Any:
     except ClosedError as error:
         return [left, str(error)]
     return left
+
+
+@scenario
+def closes_while_connecting(build: Callable[..., Loader], rank: int, folder: Path) -> Any:
+    """The last rank is still connecting when the others, which have connected, close: what it needs stays open until then."""
+    said: list[str] = []
+    connect, connected = dist.ProcessGroupGloo, threading.Event()
+
+    def connect_and_tell(*args: Any) -> Any:
+        group: Any = connect(*args)
+        connected.set()
+        if rank == 3:
+            default_store().wait([f"closes-{other}" for other in range(3)])
+            try:
+                group.recv([torch.empty(1, dtype=torch.uint8)], 0, 77).wait(timedelta(seconds=0.3))
+            except RuntimeError as error:
+                said.append(str(error))
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupGloo", connect_and_tell)
+        with build(files()) as loader:
+            loader.start()
+            assert connected.wait(30)
+            default_store().set(f"closes-{rank}", "")
+    return said
 
 
 @scenario

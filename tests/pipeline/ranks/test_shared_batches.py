@@ -226,6 +226,13 @@ def test_closing(folder: Path) -> None:
         assert message.startswith("the loader is closed")
 
 
+def test_no_rank_cuts_connections_while_another_connects(folder: Path) -> None:
+    told = mesh_scenarios.told(folder, "closes_while_connecting")
+    assert told[:3] == [[]] * 3
+    assert len(told[3]) == 1
+    assert "Timed out" in told[3][0], "nothing came, and the connection was there"
+
+
 def test_nothing_is_shared_where_no_rank_needs_the_same(folder: Path) -> None:
     for names, rows, reader in mesh_scenarios.told(folder, "alone"):
         assert [name for name in names if not name.startswith("loaderkit-ahead")] == [

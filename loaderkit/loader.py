@@ -137,7 +137,7 @@ class Loader(DataLoaderParts):
 
     @property
     def _stream(self) -> Stream | None:
-        return self._plan.compiled.context.stream
+        return self._executors.plan.compiled.context.stream
 
     def _take_ranks(self) -> None:
         """Take rank and world size, unless they were given; later check that they are the same, and that no rank leaves out
@@ -244,7 +244,7 @@ class Loader(DataLoaderParts):
 
     def _output(self, batch: dict[str, Any]) -> Any:
         """The batch as a dict, or as a tuple of the fields of `output`."""
-        output = self._plan.config.output
+        output = self._executors.plan.config.output
         if output is None:
             return batch
         if missing := [name for name in output if name not in batch]:

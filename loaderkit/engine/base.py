@@ -300,7 +300,7 @@ class Engine(ABC):
         work_item = item.work_item
         if worker_clock.trace is not None:
             worker_clock.item = (work_item.epoch, work_item.end, item.lo, item.hi)
-        num_items, num_failed = len(item), item.num_failed
+        num_items, num_failed = len(item), item.num_failed if item.failures else 0
         try:
             for number, run, part_of in pool.sample_stages:
                 turn = self.turns[number]
@@ -314,7 +314,7 @@ class Engine(ABC):
                     worker_clock.served(number, num_items, num_bytes or 0, item)
                 elif (part := part_of(item)) is not None:
                     worker_clock.served(number, len(part), num_bytes or 0, part)
-                if item.num_failed > num_failed:
+                if item.failures and item.num_failed > num_failed:
                     worker_clock.failed(number, item.num_failed - num_failed)
                     num_failed = item.num_failed
         except Exception as error:

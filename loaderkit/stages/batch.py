@@ -431,7 +431,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
 def _check_masks(chunk: SampleChunk, failed: FailureNamer) -> None:
     """Mark samples as failed whose mask lies on none of their images."""
     specs = chunk.work_item.specs.values()
-    if sum(spec.image or (len(spec.shape) == 3 and spec.dtype in _LEVELS) for spec in specs) < 2:
+    if len(specs) < 2 or sum(spec.image or (len(spec.shape) == 3 and spec.dtype in _LEVELS) for spec in specs) < 2:
         return
     for row, sample in enumerate(chunk.samples):
         if sample is not None:

@@ -175,7 +175,7 @@ def test_signals_and_other_numbers_of_workers(tmp_path: Path, rng: random.Random
         printed = losses(cluster.address, DYING, *four, "--", *one)
     case = (worker_at, driver_at, save_every)
 
-    assert ended.returncode > 0, ended.stderr  # it has ended by itself
+    assert ended.returncode != 0, ended.stderr  # Ray aborts at times while it ends
     first, second = (check_attempt(at_two, attempt, 2, expected) for attempt in range(2))
     assert (first, second[-1]) == (range(1, worker_at + 1), driver_at), case
     check_resumed(second[0], worker_at, save_every)

@@ -43,7 +43,8 @@ class Launched(Rank):
 
 def run_ranks(run: Run, folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.num_ranks)]
-    command = [*launcher, "-m", "loops.by_torchrun", str(folder), json.dumps(asdict(run))]
+    patient = ["--shutdown-timeout", "600"]  # until then ranks save, also where everything is slow
+    command = [*launcher, *patient, "-m", "loops.by_torchrun", str(folder), json.dumps(asdict(run))]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode != 0 and run.signalled_at is None:
         raise RuntimeError(f"{run.name}: {done.stderr}")

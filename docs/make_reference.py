@@ -8,6 +8,7 @@ python docs/make_reference.py --check    says whether it is up to date
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import types
 import typing
@@ -159,6 +160,15 @@ rows sum to its workers' time.
 """
 
 
+def in_words(description: str | None) -> str:
+    """A description for a cell of a table: outside of code, `*` and `__` are themselves."""
+    parts = (description or "").split("`")
+    return "`".join(
+        part if number % 2 else re.sub(r"\*|__", lambda found: "".join(f"\\{mark}" for mark in found[0]), part)
+        for number, part in enumerate(parts)
+    )
+
+
 def type_name(annotation: Any, field: FieldInfo | None = None) -> str:
     """A type as a reader of YAML would call it."""
     metadata = list(field.metadata) if field is not None else []
@@ -212,7 +222,7 @@ def table(model: type[BaseModel], skip: typing.Container[str] = ()) -> str:
     """The keys of a model as a Markdown table; empty if there are none."""
     hints = typing.get_type_hints(model, include_extras=True)
     rows = [
-        f"| `{field.alias or name}` | {type_name(hints[name], field)} | {default_of(field, hints[name])} | {field.description or ''} |"
+        f"| `{field.alias or name}` | {type_name(hints[name], field)} | {default_of(field, hints[name])} | {in_words(field.description)} |"
         for name, field in model.model_fields.items()
         if name not in skip
     ]
@@ -305,11 +315,11 @@ def report_tables() -> str:
     ]
     for model in models:
         rows = [
-            f"| `{name}` | {json_type(field.annotation)} | {field.description or ''} |"
+            f"| `{name}` | {json_type(field.annotation)} | {in_words(field.description)} |"
             for name, field in model.model_fields.items()
         ]
         rows += [
-            f"| `{name}` | {json_type(field.return_type)} | {field.description or ''} |"
+            f"| `{name}` | {json_type(field.return_type)} | {in_words(field.description)} |"
             for name, field in model.model_computed_fields.items()
         ]
         parts += [f"### `{model.__name__}`\n", summary(model) + "\n"]

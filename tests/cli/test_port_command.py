@@ -63,7 +63,7 @@ def _alone(own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pytest"])
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    for name, seconds in (("_SETTLE_S", 0.05), ("_MOST_S", 0.2), ("_WINDOW_S", 0.02)):
+    for name, seconds in (("_SETTLE_S", 0.05), ("_MOST_S", 0.2), ("_MOVE_S", 0.2), ("_WINDOW_S", 0.02)):
         monkeypatch.setattr(measure, name, seconds)
 
 

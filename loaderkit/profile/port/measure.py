@@ -20,6 +20,7 @@ from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import Rate
 
 _SETTLE_S, _MOST_S = 4.0, 12.0  # in the first seconds workers start and are tuned
+_MOVE_S = 20.0  # in which a loader that waits for code of the user has moved to processes, if it will
 _WINDOW_S, _LEAST_WINDOWS = 1.0, 4
 _SURE = 5.0  # percent
 _OUTLIER = 10.0  # times the median: a first step that compiles or allocates
@@ -58,14 +59,19 @@ def run_with_step(ported: PortedPipeline, step: ScriptStep | None, build: Build)
     try:
         with build(ported.here(), overrides={"order.epochs": None}) as loader:
             batches, windows = endless(loader), list[RateWindow]()
-            begin_s = time.perf_counter()
-            while time.perf_counter() - begin_s < _SETTLE_S:
-                _window(batches, imitation)
-            until_s = time.perf_counter() + _MOST_S - _SETTLE_S
-            while len(windows) < 2 or time.perf_counter() < until_s:
+            executor: str | None = ""
+            while True:
+                if loader.stats().tuning.executor != executor:  # it has begun, or moved to processes
+                    executor, begin_s, windows = loader.stats().tuning.executor, time.perf_counter(), []
+                    may_move = executor == "thread" and ported.source is not None and ported.source.dataset is not None
                 windows.append(_window(batches, imitation))
-                if len(windows) >= _LEAST_WINDOWS and rate_of(windows).interval_percent < _SURE:
-                    break
+                ran_s = time.perf_counter() - begin_s
+                if ran_s < _SETTLE_S:
+                    windows = []
+                elif len(windows) >= 2:
+                    sure = len(windows) >= _LEAST_WINDOWS and rate_of(windows).interval_percent < _SURE
+                    if ran_s > (_MOVE_S if may_move else _MOST_S) or (sure and not may_move):
+                        break
     finally:
         close()
     waited_s, whole_s = sum(one.stall_s for one in windows), sum(one.seconds for one in windows)

@@ -121,9 +121,9 @@ class SavePace:
         is_all = chosen == first and chosen.seconds is not None and chosen.seconds <= left_s
         logger.log(
             logging.INFO if is_all else logging.WARNING,
-            "after step %d (%s) %s are left to save: %s, which takes %s%s",
-            *(step, reason, say_seconds(max(left_s, 0.0)), chosen, _said(chosen.seconds)),
-            "" if chosen == first else f"; {first} would take {_said(first.seconds)}",
+            "after step %d (%s) %s are left to save: %s, which %s%s",
+            *(step, reason, say_seconds(max(left_s, 0.0)), chosen, _said("takes", chosen.seconds)),
+            "" if chosen == first else f"; {first} {_said('would take', first.seconds)}",
         )
         return chosen
 
@@ -156,5 +156,5 @@ class SavePace:
             return
 
 
-def _said(seconds: float | None) -> str:
-    return "how long was never measured" if seconds is None else say_seconds(seconds)
+def _said(takes: str, seconds: float | None) -> str:
+    return "was never timed" if seconds is None else f"{takes} {say_seconds(seconds)}"

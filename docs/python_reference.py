@@ -76,7 +76,7 @@ What `save` returns:
 {block(checkpoint.StreamWriter, more={"__init__"}, only={"__init__", "stats", "stage", "close"})}
 ### `loaderkit.connectors`
 
-A connector reads objects of a store. `build` and `restore` take one for a scheme of URLs: `connectors={{"zip": ZipConnector("photos.zip")}}` serves
+A connector reads objects of a store. `build` and `restore` take one for a scheme of URLs: `connectors={{"zip": ZipConnector("zip://photos.zip")}}` serves
 `zip://` ([recipe](jobs/own-store.md)). These five calls are all that it needs:
 
 {block(connectors.Connector)}

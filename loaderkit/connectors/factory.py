@@ -42,7 +42,8 @@ def open_connector(url: str, given: Mapping[str, Connector], args: StoreArgs | N
     if scheme not in CONNECTORS:
         raise ConfigError(
             f"source.url {url!r}: no connector for {scheme}://; {nearest(scheme, CONNECTORS)}; "
-            f"for a filesystem of fsspec write fsspec+{scheme}://"
+            f"for a filesystem of fsspec write fsspec+{scheme}://; commands find a class of yours by the entry point of a "
+            "package"
         )
     connector = RetryConnector(CONNECTORS[scheme](url, args), _policy(args, 10), args.retry.timeout)
     return _cached(connector, args, store=url)  # what it calls its objects in messages may be only their keys

@@ -144,9 +144,8 @@ class ConnectorContract:
     @pytest.mark.parametrize(("start", "num_bytes"), [(0, 11), (10, 1), (9, 2), (500, 4), (1 << 40, 1)])
     def test_reading_past_the_end_is_an_error(self, make_store: MakeStore, start: int, num_bytes: int) -> None:
         store = make_store({"a": b"0123456789", "b": b"x" * 5000})
-        with pytest.raises(ShortReadError) as raised:
+        with pytest.raises(ShortReadError):
             store.read("a", start, num_bytes)
-        assert str(num_bytes) in str(raised.value)
 
     def test_reading_before_the_start_is_an_error(self, make_store: MakeStore) -> None:
         store = make_store({"a": b"0123456789"})

@@ -90,6 +90,23 @@ def taken_until_decided(loader: loaderkit.Loader, *names: str) -> list[list[Any]
     return taken
 
 
+def test_the_loop_has_waited_for_the_move(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes is a wait for `start`, and not time that nothing accounts for."""
+    takes_s, look = 0.2, ProcessMove.look
+
+    def slowly(self: ProcessMove, *args: Any) -> Any:
+        moved = look(self, *args)
+        if moved is not None:
+            threading.Event().wait(takes_s)
+        return moved
+
+    monkeypatch.setattr(ProcessMove, "look", slowly)
+    with loaderkit.build(Pipeline.dataset(Numbers(200)).read().call(scaled).batch(8)) as loader:
+        taken_until_decided(loader)
+        assert loader.stats().tuning.executor == "process"
+        assert loader.stats().waits_s["start"] >= takes_s
+
+
 def test_the_same_batches_before_and_behind(at_once: None, rng: random.Random) -> None:
     pipeline = Pipeline.dataset(Numbers(200)).shuffle(seed=rng.randrange(99)).read().call(scaled).batch(8)
     with loaderkit.build(pipeline.call(lambda batch: {"late": batch["scaled"] + 1})) as loader:

@@ -41,6 +41,7 @@ class ConsumerAccount:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._first_wait_s: float | None = None
+        self.asked_s: float | None = None  # when the wait for the first batch began, if that was before `take`
         # The waits that ended, by cause, and since when the consumer has been in one: both are written at once, so that a
         # reader counts every wait once, also one that is being charged.
         self._waits: tuple[dict[str, float], float | None] = ({}, None)
@@ -55,7 +56,7 @@ class ConsumerAccount:
 
     def take(self, wait: Callable[[], Given], causes_of: Callable[[Given, float, float], dict[str, float]]) -> Given:
         """What `wait` returns, counted. `causes_of(given, begin_s, end_s)` are the seconds of that wait by cause."""
-        begin_s = self._clock()
+        begin_s, self.asked_s = self._clock() if self.asked_s is None else self.asked_s, None
         if self._first_wait_s is None:
             self._first_wait_s = begin_s
             self.cpus.begin()

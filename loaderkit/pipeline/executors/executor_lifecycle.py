@@ -115,6 +115,7 @@ class ExecutorLifecycle:
 
     def _moved(self, executor: Executor, move: ProcessMove, position: tuple[int, int]) -> Executor:
         """What continues at `position`: worker processes in place of the threads, once they are ready."""
+        asked_s = self._clock()
         moved = move.look(self.settings, lambda: executor.stats(self.settings.tuning, self.run), position)
         if move.is_over:
             self._move, self._has_decided = None, True
@@ -125,6 +126,7 @@ class ExecutorLifecycle:
             self.lifetime.check_open()  # `close` in another thread may have come meanwhile
             self.plan, self.settings, self._sent = moved.plan, moved.settings, moved.objects
             self._begin(moved.engine)
+            moved.engine.account.asked_s = asked_s
         except BaseException:  # Ctrl-C as well: nothing else would end the processes
             moved.engine.close(1.0)
             raise

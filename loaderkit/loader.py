@@ -215,7 +215,7 @@ class Loader(DataLoaderParts):
         """The executor's next delivery, and its batch as the loop gets it, if it is not empty. An error stops the
         executor."""
         executors, (epoch, position) = self._executors, self._here
-        executor, stream = executors.at(self._here), self._stream
+        executor, stream = executors.at(self._here, is_awaited=True), self._stream
         try:
             asked_s = time.perf_counter()
             delivery, batch = executor.next(), None

@@ -51,7 +51,7 @@ def watch(
         typer.Option(
             "--compare",
             help="When SCRIPT is over, run the same samples through a pipeline of loaderkit with the script's own step, "
-            "for some 15 s, and write that pipeline.",
+            "for 10 to 30 s, and write that pipeline.",
         ),
     ] = False,
     pipeline: Annotated[

@@ -107,7 +107,9 @@ class PeerChannel:
                 "names the network to use; with `ranks: {share: read}` each rank reads for itself"
             ) from error
         finally:
-            self._await_connected()
+            with suppress(RuntimeError):  # the store is gone
+                self._store.set(f"connected/{self.number}", "")
+        self._await_connected()
         with self._lock:
             self._gloo = gloo
         if self._has_left.is_set() or self.failure is not None:
@@ -141,13 +143,15 @@ class PeerChannel:
             poll_s = min(2 * poll_s, _MAX_POLL_S)
 
     def _await_connected(self) -> None:
-        """Return once no rank is connecting any more. One that closed its connections before would leave others in gloo:
-        it connects with one peer after another, gives up at a broken connection, and is then awaited by all that follow."""
+        """Return once no rank is connecting any more, or one has failed. One that closed its connections before would leave
+        others in gloo: it connects with one peer after another, gives up at a broken connection, and is then awaited by all
+        that follow."""
         until_s, poll_s = time.monotonic() + _CONNECT_S, _FIRST_POLL_S
         with suppress(RuntimeError):  # the store is gone
-            self._store.set(f"connected/{self.number}", "")
             missing = [f"connected/{n}" for n in range(len(self.peers))]
-            while (missing := [key for key in missing if not self._store.check([key])]) and time.monotonic() < until_s:
+            while missing := [key for key in missing if not self._store.check([key])]:
+                if self.failure is not None or time.monotonic() > until_s:
+                    return
                 time.sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
 

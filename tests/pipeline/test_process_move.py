@@ -91,7 +91,7 @@ def taken_until_decided(loader: loaderkit.Loader, *names: str) -> list[list[Any]
 
 
 def test_the_loop_has_waited_for_the_move(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it takes is a wait for `start`, and not time that nothing accounts for."""
+    """What it takes is a wait, and not time that nothing accounts for."""
     takes_s, look = 0.2, ProcessMove.look
 
     def slowly(self: ProcessMove, *args: Any) -> Any:
@@ -104,7 +104,27 @@ def test_the_loop_has_waited_for_the_move(at_once: None, monkeypatch: pytest.Mon
     with loaderkit.build(Pipeline.dataset(Numbers(200)).read().call(scaled).batch(8)) as loader:
         taken_until_decided(loader)
         assert loader.stats().tuning.executor == "process"
-        assert loader.stats().waits_s["start"] >= takes_s
+        assert sum(loader.stats().waits_s.values()) >= takes_s
+
+
+def test_nothing_waits_for_a_move_in_start(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, may_move = ProcessMove.look, threading.Event()
+    monkeypatch.setattr(
+        ProcessMove,
+        "look",
+        lambda self, *args: None if self.started is not None and not may_move.is_set() else look(self, *args),
+    )
+    with loaderkit.build(Pipeline.dataset(Numbers(200)).read().call(scaled).batch(8)) as loader:
+        move: Any = None
+        for batch in loader:
+            move = loader._executors._move
+            if move.started is not None and len(batch["x"]) and move._made_here is not None:
+                break
+        wait_for(move.started.engine.has_begun)
+        may_move.set()
+        loader.start()
+        assert loader.stats().tuning.executor == "process"
+        assert not loader.stats().waits_s
 
 
 def test_the_same_batches_before_and_behind(at_once: None, rng: random.Random) -> None:

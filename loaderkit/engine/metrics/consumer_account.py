@@ -41,7 +41,6 @@ class ConsumerAccount:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._first_wait_s: float | None = None
-        self.asked_s: float | None = None  # when the wait for the first batch began, if that was before `take`
         # The waits that ended, by cause, and since when the consumer has been in one: both are written at once, so that a
         # reader counts every wait once, also one that is being charged.
         self._waits: tuple[dict[str, float], float | None] = ({}, None)
@@ -56,12 +55,11 @@ class ConsumerAccount:
 
     def take(self, wait: Callable[[], Given], causes_of: Callable[[Given, float, float], dict[str, float]]) -> Given:
         """What `wait` returns, counted. `causes_of(given, begin_s, end_s)` are the seconds of that wait by cause."""
-        begin_s, self.asked_s = self._clock() if self.asked_s is None else self.asked_s, None
-        if self._first_wait_s is None:
-            self._first_wait_s = begin_s
-            self.cpus.begin()
+        begin_s = self._waits[1]
+        if begin_s is None:
+            begin_s = self._clock()
+            self.wait_since(begin_s)
         self.next_position = None
-        self.begin(begin_s)
         try:
             given = wait()
             end_s = self._clock()
@@ -79,6 +77,13 @@ class ConsumerAccount:
             self.by_source = self.by_source.plus(given.by_source)
             self.next_position = given.epoch, given.end
         return given
+
+    def wait_since(self, begin_s: float) -> None:
+        """The consumer waits since then; `take` follows, if it has not begun."""
+        if self._first_wait_s is None:
+            self._first_wait_s = begin_s
+            self.cpus.begin()
+        self.begin(begin_s)
 
     def begin(self, now: float | None) -> None:
         """A wait begins; with None there is no wait, or one ended that does not count."""

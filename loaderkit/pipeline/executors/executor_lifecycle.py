@@ -55,13 +55,14 @@ class ExecutorLifecycle:
         self._sent: SentObjects | None = None  # to processes that the loop was moved to
         self._recordings: list[Trace] | None = None  # of executors that have ended; None if nothing is recorded
 
-    def at(self, here: tuple[int, int]) -> Executor:
-        """The executor, with the batch at `here`, an (epoch, position), next; a new one at first and after an error."""
+    def at(self, here: tuple[int, int], *, is_awaited: bool = False) -> Executor:
+        """The executor, with the batch at `here`, an (epoch, position), next; a new one at first and after an error.
+        `is_awaited`: the loop waits for that batch."""
         if self._has_to_end and not self.lifetime.is_closed:
             self.stop(join_s=1.0)
         executor = self.executor  # `close` in another thread may take it away meanwhile
         if executor is not None and self._move is not None:
-            executor = self._moved(executor, self._move, here)
+            executor = self._moved(executor, self._move, here, is_awaited)
         if executor is not None and self._sent is not None and self._sent.have_changed(here[0]):
             logger.info("what the worker processes were sent has changed since the last epoch: others start with it")
             self.stop(join_s=1.0)
@@ -113,7 +114,7 @@ class ExecutorLifecycle:
         if self.monitor is not None:
             self.monitor.start()
 
-    def _moved(self, executor: Executor, move: ProcessMove, position: tuple[int, int]) -> Executor:
+    def _moved(self, executor: Executor, move: ProcessMove, position: tuple[int, int], is_awaited: bool) -> Executor:
         """What continues at `position`: worker processes in place of the threads, once they are ready."""
         asked_s = self._clock()
         moved = move.look(self.settings, lambda: executor.stats(self.settings.tuning, self.run), position)
@@ -125,8 +126,9 @@ class ExecutorLifecycle:
             self.stop()
             self.lifetime.check_open()  # `close` in another thread may have come meanwhile
             self.plan, self.settings, self._sent = moved.plan, moved.settings, moved.objects
+            if is_awaited:
+                moved.engine.account.wait_since(asked_s)
             self._begin(moved.engine)
-            moved.engine.account.asked_s = asked_s
         except BaseException:  # Ctrl-C as well: nothing else would end the processes
             moved.engine.close(1.0)
             raise

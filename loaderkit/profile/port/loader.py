@@ -41,6 +41,12 @@ class PortedPipeline:
     dataset: Any = None  # the script's
     collate: Callable[[list[Any]], Any] | None = None
 
+    @property
+    def runs_own_code(self) -> bool:
+        """True if the pipeline keeps a data set whose code may run for one item at a time."""
+        dataset = None if self.source is None else self.source.dataset
+        return dataset is not None and type(dataset) is not torch.utils.data.TensorDataset
+
     def here(self) -> Pipeline:
         """The pipeline as it runs in this process, with the script's data set where the file names that."""
         assert self.pipeline is not None

@@ -58,24 +58,28 @@ def run_with_step(ported: PortedPipeline, step: ScriptStep | None, build: Build)
     imitation, close = _imitation(step or ScriptStep(0.0, 0.0))
     try:
         with build(ported.here(), overrides={"order.epochs": None}) as loader:
-            batches, windows = endless(loader), list[RateWindow]()
-            executor: str | None = ""
-            while True:
-                if loader.stats().tuning.executor != executor:  # it has begun, or moved to processes
-                    executor, begin_s, windows = loader.stats().tuning.executor, time.perf_counter(), []
-                    may_move = executor == "thread" and ported.source is not None and ported.source.dataset is not None
-                windows.append(_window(batches, imitation))
-                ran_s = time.perf_counter() - begin_s
-                if ran_s < _SETTLE_S:
-                    windows = []
-                elif len(windows) >= 2:
-                    sure = len(windows) >= _LEAST_WINDOWS and rate_of(windows).interval_percent < _SURE
-                    if ran_s > (_MOVE_S if may_move else _MOST_S) or (sure and not may_move):
-                        break
+            batches, executor = endless(loader), ""
+            while executor != (executor := loader.stats().tuning.executor or ""):  # it has begun, or moved to processes
+                may_move = executor == "thread" and ported.runs_own_code
+                windows = _windows_of(batches, imitation, may_move)
     finally:
         close()
     waited_s, whole_s = sum(one.stall_s for one in windows), sum(one.seconds for one in windows)
     return rate_of(windows), 100 * waited_s / max(whole_s, 1e-9)
+
+
+def _windows_of(batches: Iterator[Any], step: Step, may_move: bool) -> list[RateWindow]:
+    """Windows from when workers have started and are tuned, until the speed is known; with `may_move`, long enough for a
+    move to processes."""
+    begin_s, windows = time.perf_counter(), list[RateWindow]()
+    while True:
+        ran_s = time.perf_counter() - begin_s
+        sure = len(windows) >= _LEAST_WINDOWS and rate_of(windows).interval_percent < _SURE
+        if len(windows) >= 2 and (ran_s > (_MOVE_S if may_move else _MOST_S) or (sure and not may_move)):
+            return windows
+        window = _window(batches, step)
+        if ran_s >= _SETTLE_S:
+            windows.append(window)
 
 
 def _window(batches: Iterator[Any], step: Step) -> RateWindow:

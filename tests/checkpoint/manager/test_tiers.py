@@ -188,8 +188,10 @@ class TestFailure:
     def test_a_save_raises_it_and_saves_all_the_same(self) -> None:
         two = Two()
         two.far.error = UnreachableError("no route")
+        two.far.hold()
         with two.manager() as checkpoints:
             checkpoints.save(1, state_of(1), wait=True)
+            two.far.gate.set()  # or this save may raise it, if it is slow
             with pytest.raises(UnreachableError):
                 checkpoints.wait_until_finished()
             with pytest.raises(UnreachableError):

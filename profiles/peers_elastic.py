@@ -21,7 +21,15 @@ from profiles.peers.elastic.matrix import SCENARIOS, WORLD_SIZES
 from profiles.peers.environments import ROOT, python_of
 from profiles.record import record
 
-PEERS = {"loaderkit": "ours", "mosaic": "mosaic", "litdata": "litdata", "grain": "grain", "energon": "energon"}
+PEERS = {
+    "loaderkit": "ours",
+    "torchdata": "stateful",
+    "mosaic": "mosaic",
+    "litdata": "litdata",
+    "grain": "grain",
+    "energon": "energon",
+}
+OF_OURS = {"loaderkit", "torchdata"}  # which the interpreter that runs this has
 PAIRS = [f"{before}-{after}" for before, after in product(WORLD_SIZES, WORLD_SIZES)]
 # A job for a pair is set up with lcm(a, b) workers in all, each a process.
 PAIRS_OF = {"energon": ["1-1", "1-2", "2-1", "2-2", "2-4", "3-2", "4-1", "4-2", "4-4"]}
@@ -81,7 +89,7 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as place:
         for name in args.only.split(","):
-            python = Path(pythons.get(name) or (sys.executable if name == "loaderkit" else python_of(name)))
+            python = Path(pythons.get(name) or (sys.executable if name in OF_OURS else python_of(name)))
             if not python.exists():
                 found[name] = {"not_run": f"there is no {python}", "cells": []}
                 continue

@@ -27,9 +27,8 @@ class Lifetime:
 
     def check_usable(self) -> None:
         """Raise ClosedError once it is closed, and in a fork's child."""
-        if self.is_closed:
-            self.check_open()
-        if os.getpid() != self.pid:  # as `is_fork`; this is asked for every batch
+        self.check_open()
+        if self.is_fork:
             raise ClosedError(
                 "the loader was made before a fork and used after it, where its threads do not exist and its processes answer "
                 "only to the parent: build one in each process"

@@ -312,7 +312,7 @@ def closes_while_connecting(build: Callable[..., Loader], rank: int, folder: Pat
         patch.setattr(dist, "ProcessGroupGloo", connect_and_tell)
         with build(files()) as loader:
             loader.start()
-            assert connected.wait(30)
+            assert connected.wait(60)
             default_store().set(f"closes-{rank}", "")
     return said
 

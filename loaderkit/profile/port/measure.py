@@ -58,17 +58,17 @@ def run_with_step(ported: PortedPipeline, step: ScriptStep | None, build: Build)
     imitation, close = _imitation(step or ScriptStep(0.0, 0.0))
     try:
         with build(ported.here(), overrides={"order.epochs": None}) as loader:
-            batches, executor = endless(loader), ""
-            while executor != (executor := loader.stats().tuning.executor or ""):  # it has begun, or moved to processes
-                may_move = executor == "thread" and ported.runs_own_code
-                windows = _windows_of(batches, imitation, may_move)
+            batches, windows, executor = endless(loader), list[RateWindow](), loader.stats().tuning.executor
+            while not windows or loader.stats().tuning.executor != executor:  # it moved to processes meanwhile
+                executor = loader.stats().tuning.executor
+                windows = _windows_of(batches, imitation, may_move=executor == "thread" and ported.runs_own_code)
     finally:
         close()
     waited_s, whole_s = sum(one.stall_s for one in windows), sum(one.seconds for one in windows)
     return rate_of(windows), 100 * waited_s / max(whole_s, 1e-9)
 
 
-def _windows_of(batches: Iterator[Any], step: Step, may_move: bool) -> list[RateWindow]:
+def _windows_of(batches: Iterator[Any], step: Step, *, may_move: bool) -> list[RateWindow]:
     """Windows from when workers have started and are tuned, until the speed is known; with `may_move`, long enough for a
     move to processes."""
     begin_s, windows = time.perf_counter(), list[RateWindow]()

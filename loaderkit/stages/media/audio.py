@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fractions import Fraction
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -18,7 +19,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from loaderkit._internal.config.settings import Model
 from loaderkit.errors import FormatError
-from loaderkit.stages.media.container import container_of, import_av, opened, stream_of
+from loaderkit.stages.media.container import container_of, import_av, opened
+from loaderkit.stages.media.packets import LISTED, ListedPackets, NoPlaceError, SoughtPackets, cut_error
 
 Samples = NDArray[np.float32]
 _MOST_BYTES = 1 << 30
@@ -26,9 +28,9 @@ _MOST_RATE = 1_000_000
 _MOST_CHANNELS = 64
 _RUN_UP_S = 0.25  # decoded before a window: what a decoder remembers, as Opus's 80 ms and the reservoir of MP3
 _FORGETS = ("flac", "alac", "pcm_")  # decoders that remember nothing
+_SLACK = {"flac": 0, "ogg": 8192}  # samples that may be missing by their times: as many as a block of Vorbis
 _FRAME = 1152  # samples of MP3's
 _TAPS = 64  # of the resampler's filter, on each side, and more
-_COUNTED = ("mp3", "matroska", "ogg")
 _LEVELS = {"uint8": (128.0, 128.0), "int16": (0.0, 2.0**15), "int32": (0.0, 2.0**31), "int64": (0.0, 2.0**63)}
 
 
@@ -72,38 +74,33 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
     FormatError for a file that is damaged or cut, and for a start behind its end; MissingExtraError.
     """
     name = container_of(data)
+    if name not in LISTED:
+        with suppress(NoPlaceError), opened(data) as container:
+            return _read(SoughtPackets(container, name, data), args, draw, begin_s)
     with opened(data) as container:
-        stream = stream_of(container, "audio")
-        is_adpcm = stream.codec_context.codec.name.startswith("adpcm_")
-        # MP3 and ADPCM have no times, only guesses; behind a seek, those in Ogg are of other packets; Matroska has no lengths
-        # of streams: all packets are counted. So are the packets of FLAC files in which FFmpeg finds no place.
-        is_counted = name in _COUNTED or is_adpcm or (name == "flac" and not _is_sought(data))
-        listed = list(_packets(container, stream)) if is_counted else None
-        blocks = _blocks(stream, _packets(container, stream) if listed is None else listed)
-        first = next(blocks, None)
-        if first is None:
-            raise FormatError("its sound has no samples")
-        origin, rate = first.position, first.rate
-        is_told = _has_count(data) if name == "mp3" else name != "ogg" and not is_adpcm
-        num = _num_samples(stream, listed, first, is_told=is_told)
-        window = _Window.of(args, rate, num, draw, None if begin_s is None else begin_s - origin / rate)
-        begin = origin + window.begin
-        forgets = stream.codec_context.codec.name.startswith(_FORGETS)
-        run_up = begin if forgets else begin - int(_RUN_UP_S * rate)
-        if run_up <= origin:
-            return window.of_blocks(chain((first,), blocks), origin, args)
-        if listed is None:
-            is_found = _seek(container, stream, int(run_up / rate / stream.time_base))
-            blocks = _blocks(stream, _packets(container, stream) if is_found else (), run_up_end=begin)
-        else:
-            stream.codec_context.flush_buffers()
-            blocks = _blocks(stream, _behind(listed, run_up, rate, stream.time_base), run_up_end=begin)
-        found = next(blocks, None)
-        if found is not None and found.position <= begin:
-            return window.of_blocks(chain((found,), blocks), origin, args)
-    with opened(data) as container:  # where seeking does not lead
-        stream = stream_of(container, "audio")
-        return window.of_blocks(_blocks(stream, _packets(container, stream)), origin, args)
+        return _read(ListedPackets(container, name, data), args, draw, begin_s)
+
+
+def _read(packets: SoughtPackets | ListedPackets, args: AudioArgs, draw: float, begin_s: float | None) -> Sound:
+    """The window. Raises NoPlaceError where seeking does not lead to it."""
+    stream, end = packets.stream, packets.end()
+    blocks = _blocks(stream, packets.all())
+    first = next(blocks, None)
+    if first is None:
+        raise FormatError("its sound has no samples")
+    origin, rate = first.position, first.rate
+    num = _num_samples(stream, end, first, is_told=packets.is_told)
+    window = _Window.of(args, rate, num, draw, None if begin_s is None else begin_s - origin / rate)
+    begin = origin + window.begin
+    forgets = stream.codec_context.codec.name.startswith(_FORGETS)
+    run_up = begin if forgets else begin - int(_RUN_UP_S * rate)
+    if run_up <= origin:
+        return window.of_blocks(chain((first,), blocks), origin, args)
+    blocks = _blocks(stream, packets.behind(int(run_up / rate / stream.time_base)), run_up_end=begin)
+    found = next(blocks, None)
+    if found is not None and found.position <= begin:
+        return window.of_blocks(chain((found,), blocks), origin, args)
+    return window.of_blocks(_blocks(stream, packets.all()), origin, args)
 
 
 class _Block(NamedTuple):
@@ -115,34 +112,14 @@ class _Block(NamedTuple):
     rate: int
     num_channels: int
 
-    def part(self, begin: int, end: int | None) -> NDArray[Any]:
-        """Its samples from the place `begin` of the stream to `end`, [channels, n], as they are stored."""
-        array: NDArray[Any] = self.frame.to_ndarray()
-        if not self.frame.format.is_planar:
-            array = array.reshape(self.num, self.num_channels).T
-        return array[:, max(0, begin - self.position) : None if end is None else end - self.position]
-
-
-def _packets(container: Any, stream: Any) -> Iterator[Any]:
-    for packet in container.demux(stream):
-        if packet.size:
-            if packet.is_corrupt:
-                raise FormatError("a packet of its sound is damaged or cut")
-            yield packet
-
-
-def _behind(packets: list[Any], position: int, rate: int, unit: Fraction) -> list[Any]:
-    """The packets that end behind a place."""
-    least = int(position / rate / unit)
-    return [packet for packet in packets if packet.pts is not None and packet.pts + (packet.duration or 0) > least]
-
 
 def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterator[_Block]:
     """The frames of packets, one after the other: a gap in their times makes no gap in the samples. Packets before
     `run_up_end` that cannot be decoded are skipped, since a decoder that starts in the middle may lack earlier packets.
 
-    Raises FormatError for a change of rate, channels or kind of samples."""
+    Raises FormatError for a change of rate, channels or kind of samples, and where FFmpeg has left out damaged ones."""
     position, kind = None, None
+    slack = _SLACK.get(stream.container.format.name)
     frames = _frames(stream.codec_context, packets, passes_over=run_up_end > 0)
     for frame in _in_time(frames) if run_up_end else frames:
         found = frame.sample_rate, frame.layout.nb_channels, frame.format.name
@@ -153,8 +130,38 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
             position = 0 if frame.pts is None else round(frame.pts * frame.time_base * found[0])
         elif found != kind:
             raise FormatError(f"its sound changes from {_said(*kind)} to {_said(*found)}")
+        elif slack is not None and (frame.pts is None or frame.pts * frame.time_base * found[0] > position + slack):
+            raise _damaged(position / found[0])
         yield _Block(frame, position, frame.samples, *found[:2])
         position += frame.samples
+    if slack == 0 and kind is not None and stream.duration and position < stream.duration * stream.time_base * kind[0]:
+        raise _damaged(position / kind[0])
+
+
+def _damaged(at_s: float) -> FormatError:
+    return FormatError(f"its sound is damaged at {at_s:.3f} s")
+
+
+def _joined(blocks: Iterable[_Block], begin: int, end: int | None) -> tuple[NDArray[Any] | None, int]:
+    """The samples of the blocks that reach into [begin, end), [channels, n], as they are stored, and the place of their first;
+    None if there are none. Raises FormatError above 1 GiB."""
+    fifo, place, held_bytes = import_av().AudioFifo(), 0, 0
+    for block in blocks:
+        stop = block.position + block.num
+        if stop > begin:
+            place = place if held_bytes else block.position
+            held_bytes += block.num * block.num_channels * block.frame.format.bytes
+            if held_bytes > _MOST_BYTES:
+                raise FormatError("its sound takes more than 1 GiB: set `seconds`")
+            block.frame.pts = None  # or a gap would be an error
+            fifo.write(block.frame)
+        if end is not None and stop >= end:
+            break
+    if not held_bytes:
+        return None, begin
+    frame = fifo.read(0, True)
+    array: NDArray[Any] = frame.to_ndarray()
+    return array if frame.format.is_planar else array.reshape(frame.samples, -1).T, place
 
 
 def _frames(context: Any, packets: Iterable[Any], *, passes_over: bool) -> Iterator[Any]:
@@ -208,59 +215,19 @@ def _floats(array: NDArray[Any]) -> Samples:
     return levels.astype(np.float32, copy=False)
 
 
-def _num_samples(stream: Any, listed: list[Any] | None, first: _Block, *, is_told: bool) -> int | None:
-    """The number of samples of a sound, or None if it is not known. `is_told`: its duration comes from its header, and
-    is no guess. Raises FormatError for a file that has less."""
+def _num_samples(stream: Any, end: int | None, first: _Block, *, is_told: bool) -> int | None:
+    """The number of samples of a sound, or None if it is not known. `end` is its last packet's, if it is known; `is_told`: its
+    duration comes from its header, and is no guess. Raises FormatError for a file that has less."""
     unit, rate = stream.time_base, first.rate
     told = None if stream.duration is None or not is_told else stream.duration * unit
-    if listed is None:
+    if end is None:
         return None if not told else max(0, int((told + (stream.start_time or 0) * unit) * rate) - first.position)
-    num: int = max(0, round(_end(listed) * unit * rate) - first.position)
+    num: int = max(0, round(end * unit * rate) - first.position)
     if told is None:
         return num
     if num + _FRAME < told * rate:  # some writers count the frame that has the count
-        raise _cut(num / rate, float(told))
+        raise cut_error(num / rate, float(told))
     return min(num, int(told * rate))
-
-
-def _has_count(data: memoryview) -> bool:
-    """True for an MP3 whose first frame says how many there are."""
-    begin = 0
-    if bytes(data[:3]) == b"ID3":
-        begin = 10 + sum((byte & 0x7F) << 7 * (3 - place) for place, byte in enumerate(bytes(data[6:10])))
-    head = bytes(data[begin : begin + 200])
-    return b"Xing" in head or b"Info" in head
-
-
-def _is_sought(data: memoryview) -> bool:
-    """False for a FLAC file in which FFmpeg does not find the end: it guesses where blocks begin, and some noise is like that.
-    Raises FormatError for a file that ends before its header says."""
-    with opened(data) as container:
-        stream = stream_of(container, "audio")
-        told = stream.duration
-        if not told or not _seek(container, stream, max(0, told - 1)):
-            return False
-        end = _end(_packets(container, stream))
-        if end < told:
-            raise _cut(float(end * stream.time_base), float(told * stream.time_base))
-        return True
-
-
-def _end(packets: Iterable[Any]) -> int:
-    """When the last packet ends; damaged packets may have no time."""
-    return max((packet.pts + (packet.duration or 0) for packet in packets if packet.pts is not None), default=0)
-
-
-def _seek(container: Any, stream: Any, time: int) -> bool:
-    try:
-        container.seek(time, stream=stream)
-    except import_av().FFmpegError:
-        return False
-    return True
-
-
-def _cut(held_s: float, told_s: float) -> FormatError:
-    return FormatError(f"it has {held_s:.3f} s of sound where its header says {told_s:.3f} s: it is cut")
 
 
 class _Window(NamedTuple):
@@ -299,19 +266,11 @@ class _Window(NamedTuple):
 
     def of_blocks(self, blocks: Iterable[_Block], origin: int, args: AudioArgs) -> Sound:
         """The window of a stream's blocks, the first of which begins at it or before."""
-        parts: list[NDArray[Any]] = []
         begin, end = self.begin + origin, None if self.num is None else self.begin + origin + self.num
-        num_bytes = 0
-        for block in blocks:
-            stop = block.position + block.num
-            if stop > begin:
-                parts.append(block.part(begin, end))
-                num_bytes += parts[-1].nbytes
-                if num_bytes > _MOST_BYTES:
-                    raise FormatError("its sound takes more than 1 GiB: set `seconds`")
-            if end is not None and stop >= end:
-                break
-        held = np.concatenate(parts, 1) if parts else np.empty((args.channels, 0), np.float32)
+        held, position = _joined(blocks, begin, end)
+        if held is None:
+            held = np.empty((args.channels, 0), np.float32)
+        held = held[:, max(0, begin - position) : None if end is None else end - position]
         samples = mixed(_floats(held), args.channels)
         if self.up != self.down:
             samples = resampled(samples, self.rate, self.rate // self.down * self.up)

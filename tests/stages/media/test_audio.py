@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from contextlib import suppress
 
 import av
@@ -198,3 +199,34 @@ def test_a_bomb_is_bounded() -> None:
         out.mux(stream.encode(None))
     assert len(file.getvalue()) < 100_000
     assert window(file.getvalue(), 0.5, seconds=0.1).samples.shape == (1, 800)
+
+
+def test_damaged_flac_is_refused_as_soundfile_refuses_it(rng: random.Random) -> None:
+    """FFmpeg leaves damaged blocks out, or decodes noise, unless it is told to look at their checksums."""
+    num_refused = 0
+    for number in range(40):
+        whole = sound("flac", number % 4, rng.uniform(0.3, 1.5))
+        data = bytearray(whole)
+        for _ in range(rng.randrange(1, 4)):
+            place, num = rng.randrange(len(data)), rng.randrange(1, 10)
+            data[place : place + num] = rng.randbytes(num)
+        try:
+            soundfile.read(io.BytesIO(bytes(data)))
+        except soundfile.LibsndfileError:
+            num_refused += 1
+            with pytest.raises(FormatError):
+                window(bytes(data))
+        else:
+            np.testing.assert_array_equal(window(bytes(data)).samples, window(whole).samples)
+    assert num_refused > 20
+
+
+@pytest.mark.parametrize("kind", ["ogg", "opus"])
+def test_a_damaged_page_in_the_middle_is_refused(kind: str, rng: random.Random) -> None:
+    """FFmpeg leaves it out."""
+    data = bytearray(sound(kind, seconds=8.0))
+    pages = [found.start() for found in re.finditer(b"OggS", data)]
+    assert len(pages) > 5
+    data[rng.choice(pages[4:-2]) + 300] ^= 1
+    with pytest.raises(FormatError, match=r"its sound is damaged at \d"):
+        window(bytes(data))

@@ -62,16 +62,21 @@ def import_av() -> Any:
     return av
 
 
-class _File:
+class BytesFile:
     """Bytes as a file that is read: io.BytesIO copies them."""
 
     def __init__(self, data: memoryview) -> None:
-        self._data, self._position = data, 0
+        self._data, self._position = data.cast("B"), 0
 
     def read(self, num: int) -> bytes:
         found = bytes(self._data[self._position : self._position + num])
         self._position += len(found)
         return found
+
+    def readinto(self, buffer: Any) -> int:
+        found = self.read(len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._data.nbytes}[whence]
@@ -107,7 +112,7 @@ def opened(data: memoryview, max_pixels: int = 1) -> Iterator[Any]:
     # Titles in an unknown encoding are no error: from PyAV 19 on they never are.
     lenient = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
     try:
-        with av.open(_File(data), format=name, options=options, buffer_size=_BUFFER_BYTES, **lenient) as container:
+        with av.open(BytesFile(data), format=name, options=options, buffer_size=_BUFFER_BYTES, **lenient) as container:
             yield container
     except av.FFmpegError as error:
         raise FormatError(f"{name}, {data.nbytes} bytes: {error.strerror or error}") from error

@@ -79,7 +79,10 @@ def test_windows_of_what_ffmpeg_seeks_badly(container: str, kind: str, channels:
     else:
         with av.open(file, "w", format=container) as out:
             write_samples(out, out.add_stream(kind, rate=44100, layout="mono"), noise.T, 44100)
-    whole, rate = samples_of(file.getvalue())
+    if container == "WAV":
+        whole, rate = soundfile.read(io.BytesIO(file.getvalue()), dtype="float32", always_2d=True)[0].T, 44100
+    else:
+        whole, rate = samples_of(file.getvalue())
     whole = whole.mean(0)
     for start in (*rng.uniform(0, 19, 12), 4.5, 17.73):
         found = window(file.getvalue(), start=float(start), seconds=0.05).samples[0]
@@ -230,3 +233,22 @@ def test_a_damaged_page_in_the_middle_is_refused(kind: str, rng: random.Random) 
     data[rng.choice(pages[4:-2]) + 300] ^= 1
     with pytest.raises(FormatError, match=r"its sound is damaged at \d"):
         window(bytes(data))
+
+
+@pytest.mark.parametrize("rate", [8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000])
+def test_windows_of_mp3_of_any_rate(rate: int, rng: random.Random) -> None:
+    """Of many kinds of bit rate, with and without a count in the header: a packet may need the bytes of up to 25 before it."""
+    place = np.arange(6 * rate) / rate
+    loud = (np.sin(place * rng.uniform(0.5, 3)) > 0) * np.random.default_rng(rng.randrange(2**32)).normal(
+        0, 0.1, len(place)
+    )
+    samples = (0.4 * np.sin(2 * np.pi * rate / 40 * place) + loud).astype(np.float32)[None]
+    for options in ({}, {"flags": "+qscale", "global_quality": str(118 * rng.randrange(1, 10))}, {"b": "8000"}):
+        file = io.BytesIO()
+        with av.open(file, "w", format="mp3", options={"write_xing": rng.choice("01")}) as out:
+            write_samples(out, out.add_stream("libmp3lame", rate=rate, layout="mono", options=options), samples, rate)
+        whole, _ = samples_of(file.getvalue())
+        for _ in range(8):
+            begin = rng.randrange(whole.shape[1] - 3000)
+            found = window(file.getvalue(), start=begin / rate, seconds=3000 / rate).samples
+            np.testing.assert_array_equal(found, whole[:, begin : begin + 3000])

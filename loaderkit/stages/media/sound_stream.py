@@ -198,24 +198,29 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
 
 def _joined(blocks: Iterable[_Block], begin: int, end: int | None) -> NDArray[Any]:
     """The samples [begin, end) of blocks, as they are stored, [channels, n]. Raises FormatError above 1 GiB."""
-    fifo, place, num = import_av().AudioFifo(), 0, 0
+    held, num = list[_Block](), 0
     for block in blocks:
         stop = block.position + block.num
         if stop > begin:
-            place = place if num else block.position
+            held.append(block)
             num += block.num
             check_size(num * block.num_channels * block.frame.format.bytes)
-            block.frame.pts = None  # or a gap would be an error
-            fifo.write(block.frame)
         if end is not None and stop >= end:
             break
-    if not num:
+    if not held:
         return np.empty((1, 0), np.float32)
-    frame = fifo.read(0, True)
-    array: NDArray[Any] = frame.to_ndarray()
-    if not frame.format.is_planar:
-        array = array.reshape(num, -1).T
-    return array[:, max(0, begin - place) : None if end is None else end - place]
+    first = held[0]
+    is_planar = first.frame.format.is_planar
+    num_rows, width = (first.num_channels, 1) if is_planar else (1, first.num_channels)
+    joined = np.empty((num_rows, num * width), first.frame.to_ndarray().dtype)
+    place = 0
+    for block in held:
+        size = block.num * width
+        for row, plane in zip(joined, block.frame.planes, strict=True):
+            row[place : place + size] = np.frombuffer(plane, joined.dtype, size)
+        place += size
+    array = joined if is_planar else joined.reshape(num, width).T
+    return array[:, max(0, begin - first.position) : None if end is None else end - first.position]
 
 
 def _frames(context: Any, packets: Iterable[Any], *, passes_over: bool) -> Iterator[Any]:

@@ -1,12 +1,13 @@
 """From the start of the process to the first step, on a store of 20 ms a request: `loaderkit.start` beside one after the other.
 
-    python -m profiles.start --rounds 5 [--files 3000] [--megabytes 200] [--latency 0.02] [--speed 100] [--out profiles/results]
+    python -m profiles.start --rounds 5 [--files 3000] [--megabytes 200] [--latency 0.02] [--speed 100] [--link 1000]
+        [--out profiles/results]
 
 Each turn is a process of its own, from its creation to the end of its first step; contestants take turns within a round, the
 order changed from round to round, and what is compared is the ratio within a round. Each request to the store sleeps
-`--latency` seconds and as long as its bytes take at `--speed` MB/s, a connection. `again` is `joint` with a kept listing, a
-cache of samples and the checkpoint in the tier `local`, as in a second start on a node. `dataloader` is torch's DataLoader, two
-workers, with dcp.load, whose reads sleep alike.
+`--latency` seconds and as long as its bytes take at `--speed` MB/s, a connection, and at `--link` MB/s behind what others of
+the process have asked for. `again` is `joint` with a kept listing, a cache of samples and the checkpoint in the tier `local`, as
+in a second start on a node. `dataloader` is torch's DataLoader, two workers, with dcp.load, whose reads sleep alike.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +34,27 @@ _NUM_LAYERS = 50
 # ------------------------------------------------------------------------------------------------------- the child
 
 
+class _Link:
+    """What all connections of a process share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_s = 0.0  # when all that was asked for before has come
+
+    def wait_for(self, num_bytes: int) -> None:
+        with self._lock:
+            now_s = time.monotonic()
+            self._free_s = max(now_s, self._free_s) + num_bytes / (1e6 * float(os.environ["LINK"]))
+            wait_s = self._free_s - now_s
+        time.sleep(wait_s)
+
+
+_link = _Link()
+
+
 def _sleep(num_bytes: int) -> None:
     time.sleep(float(os.environ["LATENCY_S"]) + num_bytes / (1e6 * float(os.environ["SPEED"])))
+    _link.wait_for(num_bytes)
 
 
 def _connectors(folder: Path) -> dict[str, Any]:
@@ -199,6 +220,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=200)
     parser.add_argument("--latency", type=float, default=0.02)
     parser.add_argument("--speed", type=float, default=100, help="MB/s of a connection")
+    parser.add_argument("--link", type=float, default=1e6, help="MB/s of all connections of a process")
     parser.add_argument("--child", choices=_NAMES)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
@@ -208,7 +230,7 @@ def main() -> None:
     from profiles.record import record
 
     folder = Path(tempfile.mkdtemp(dir=options.folder))
-    os.environ |= {"LATENCY_S": str(options.latency), "SPEED": str(options.speed)}
+    os.environ |= {"LATENCY_S": str(options.latency), "SPEED": str(options.speed), "LINK": str(options.link)}
     os.environ["LOADERKIT_CACHE_DIR"] = str(folder / "kept")
     try:
         _prepare(folder, options.files, options.megabytes)
@@ -226,7 +248,7 @@ def main() -> None:
             for one, other in (("joint", "one by one"), ("joint", "dataloader"), ("again", "joint"))
         }
         print(medians, ratios)
-        settings = {key: getattr(options, key) for key in ("files", "megabytes", "latency", "speed")}
+        settings = {key: getattr(options, key) for key in ("files", "megabytes", "latency", "speed", "link")}
         record(options.out, "start", **settings, median_s=medians, ratios=ratios, rounds=found)
     finally:
         shutil.rmtree(folder)

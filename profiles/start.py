@@ -6,8 +6,8 @@
 Each turn is a process of its own, from its creation to the end of its first step; contestants take turns within a round, the
 order changed from round to round, and what is compared is the ratio within a round. Each request to the store sleeps
 `--latency` seconds and as long as its bytes take at `--speed` MB/s, a connection, and at `--link` MB/s behind what others of
-the process have asked for. `again` is `joint` with a kept listing, a cache of samples and the checkpoint in the tier `local`, as
-in a second start on a node. `dataloader` is torch's DataLoader, two workers, with dcp.load, whose reads sleep alike.
+the process have asked for. `again` is `joint` with a kept listing, a cache of samples and the checkpoint in the tier `local`,
+as in a second start on a node. `dataloader` is torch's DataLoader, two workers, with dcp.load, whose reads sleep alike.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -41,11 +41,17 @@ class AtOnce(Items):
         return [self.make(index) for index in indices]
 
 
+class Pair(NamedTuple):
+    image: torch.Tensor
+    label: int
+
+
 KINDS: dict[str, Any] = {
     "tensors": lambda i: torch.full((2, 3), i),
     "arrays": lambda i: np.full(4, i, np.float32),
     "numbers": lambda i: i,
     "tuples": lambda i: (torch.tensor([i]), i / 2),
+    "named tuples": lambda i: Pair(torch.tensor([i, 1]), i),
     "dicts": lambda i: {"x": torch.tensor([i]), "y": i},
     "large arrays": lambda i: np.full(5000, i),
 }
@@ -58,6 +64,8 @@ def test_batches_are_those_of_torch(kind: str, data_set: Any) -> None:
     with loaderkit.build(pipeline, overrides=INLINE) as loader:
         ours = list(loader)
     for mine, batch in zip(ours, DataLoader(Items(KINDS[kind]), batch_size=4), strict=True):
+        if isinstance(batch, Pair):
+            batch = batch._asdict()
         theirs = batch if isinstance(batch, dict) else dict(enumerate(batch if isinstance(batch, list) else [batch]))
         for name, values in theirs.items():
             assert torch.equal(mine[str(name)], values)

@@ -128,7 +128,7 @@ class DatasetSource(ItemSource):
 
     def _names(self, items: tuple[Any, ...] | list[Any]) -> tuple[str, ...]:
         num = len(items)
-        names = self._fields or tuple(map(str, range(num)))
+        names = self._fields or getattr(items, "_fields", None) or tuple(map(str, range(num)))  # of a named tuple
         if len(names) != num:
             kind = "list" if isinstance(items, list) else "tuple"
             raise ValueError(f"the item is a {kind} of {num}, `fields` names {len(names)}: {', '.join(names)}")

@@ -64,9 +64,8 @@ def test_batches_are_those_of_torch(kind: str, data_set: Any) -> None:
     with loaderkit.build(pipeline, overrides=INLINE) as loader:
         ours = list(loader)
     for mine, batch in zip(ours, DataLoader(Items(KINDS[kind]), batch_size=4), strict=True):
-        if isinstance(batch, Pair):
-            batch = batch._asdict()
-        theirs = batch if isinstance(batch, dict) else dict(enumerate(batch if isinstance(batch, list) else [batch]))
+        named = batch._asdict() if isinstance(batch, Pair) else batch
+        theirs = named if isinstance(named, dict) else dict(enumerate(named if isinstance(named, list) else [named]))
         for name, values in theirs.items():
             assert torch.equal(mine[str(name)], values)
             assert mine[str(name)].dtype == values.dtype

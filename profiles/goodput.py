@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -174,20 +175,22 @@ def predicted_saves(folder: Path, rounds: int) -> list[dict[str, float]]:
     from loaderkit.checkpoint.timing.costs import CostLog
 
     megabytes = [64, 128, 256, 512, 1024]
-    logs, times = [], []
-    for size in megabytes:
-        state = {"x": [torch.ones(size * 250_000 // 20) for _ in range(20)]}
-        log, took = CostLog(), []
-        with loaderkit.CheckpointManager(folder / str(size), keep={"last": 1}) as checkpoints:
-            for step in range(rounds + 1):
+    logs: list[CostLog] = [CostLog() for _ in megabytes]
+    took: list[list[float]] = [[] for _ in megabytes]
+    with ExitStack() as stack:
+        managers = [
+            stack.enter_context(loaderkit.CheckpointManager(folder / str(size), keep={"last": 1})) for size in megabytes
+        ]
+        states = [{"x": [torch.ones(size * 250_000 // 20) for _ in range(20)]} for size in megabytes]
+        for step in range(rounds + 1):  # the sizes in turn, as a disk is faster at one time than at another
+            for checkpoints, state, log, times_s in zip(managers, states, logs, took, strict=True):
                 begin_s = time.perf_counter()
                 saving = checkpoints.save(step, state, wait=True)
                 assert saving is not None
                 if step:  # the first one makes the memory that the others use again
-                    took.append(time.perf_counter() - begin_s)
+                    times_s.append(time.perf_counter() - begin_s)
                     log.add(saving.stats)
-        logs.append(log)
-        times.append(float(np.median(took)))
+    times = [float(np.median(times_s)) for times_s in took]
     rows = []
     for place, size in enumerate(megabytes):
         other = place - 1 if place else 1

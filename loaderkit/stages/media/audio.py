@@ -18,11 +18,12 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from loaderkit._internal.config.settings import Model
 from loaderkit.errors import FormatError
 from loaderkit.stages.media.container import container_of, import_av, opened
-from loaderkit.stages.media.sound_file import MOST_RATE, SoundFile, check_size, opened_sound
+from loaderkit.stages.media.sound_file import MOST_RATE, SoundFile, check_size, damaged_error, is_read, opened_sound
 from loaderkit.stages.media.sound_stream import LISTED, ListedPackets, NoPlaceError, SoughtPackets, SoundStream
 
 Samples = NDArray[np.float32]
 _MOST_BYTES = 1 << 30
+_SLACK_S = 0.1  # by which lengths may be wrong: those of MP3 count what a decoder leaves out
 _TAPS = 64  # of the resampler's filter, on each side, and more
 _LEVELS = {"uint8": (128.0, 128.0), "int16": (0.0, 2.0**15), "int32": (0.0, 2.0**31), "int64": (0.0, 2.0**63)}
 
@@ -67,7 +68,7 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
     FormatError for a file that is damaged or cut, and for a start behind its end; MissingExtraError.
     """
     name = container_of(data)
-    if name in ("wav", "flac"):
+    if name is not None and is_read(data, name):
         with opened_sound(data, name) as file:
             return _read(file, args, draw, begin_s)
     if name not in LISTED:
@@ -79,7 +80,12 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
 
 def _read(sound: SoundFile | SoundStream, args: AudioArgs, draw: float, begin_s: float | None) -> Sound:
     window = _Window.of(args, sound.rate, sound.num, draw, None if begin_s is None else begin_s - sound.begin_s)
-    return window.of_samples(sound.samples(window.begin, window.num), args)
+    held = sound.samples(window.begin, window.num)
+    if begin_s is None and sound.num is not None:
+        wanted = sound.num - window.begin if window.num is None else min(window.num, sound.num - window.begin)
+        if held.shape[1] < wanted - sound.rate * _SLACK_S:
+            raise damaged_error((window.begin + held.shape[1]) / sound.rate)
+    return window.of_samples(held, args)
 
 
 def _floats(array: NDArray[Any]) -> Samples:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from loaderkit.errors import FormatError, MissingExtraError
+from loaderkit.stages.media.ogg import check_pages
 
 CONTAINERS: dict[str, re.Pattern[bytes]] = {
     name: re.compile(pattern, re.DOTALL)
@@ -43,14 +44,26 @@ DECODERS = frozenset({
 """FFmpeg's decoders that may run."""
 
 _MOST_STREAMS = 64
-_PAGE_BYTES = 1 << 16  # more than an Ogg page
+_TAIL_BYTES = 1 << 16
 _BUFFER_BYTES = 1 << 18
 
 
 def container_of(data: memoryview) -> str | None:
     """FFmpeg's name of the container that begins with these bytes, or None if no such container is opened."""
     head = bytes(data[:16])
+    if head[:3] == b"ID3" and bytes(data[(begin := behind_id3(data)) : begin + 4]) == b"fLaC":
+        return "flac"
     return next((name for name, pattern in CONTAINERS.items() if pattern.match(head)), None)
+
+
+def behind_id3(data: memoryview) -> int:
+    """Where a file goes on behind its ID3v2 tags."""
+    begin = 0
+    while bytes(data[begin : begin + 3]) == b"ID3":
+        head = bytes(data[begin : begin + 10]).ljust(10, b"\0")
+        size = sum((byte & 0x7F) << 7 * (3 - place) for place, byte in enumerate(head[6:]))
+        begin += 10 + size + (10 if head[5] & 0x10 else 0)
+    return begin
 
 
 def import_av() -> Any:
@@ -144,6 +157,8 @@ _ATTACHED = 0x400  # AV_DISPOSITION_ATTACHED_PIC
 
 def check_whole(data: memoryview, name: str) -> None:
     """Raise FormatError for a file that is shorter than it says, which FFmpeg would read as far as it goes."""
+    if name == "ogg":
+        check_pages(data)
     num_bytes = _SIZES[name](data) if name in _SIZES else None
     if num_bytes is not None and num_bytes > data.nbytes:
         raise FormatError(f"{name}: it has {data.nbytes} bytes of {num_bytes} or more: it is cut")
@@ -152,6 +167,21 @@ def check_whole(data: memoryview, name: str) -> None:
 def _riff_bytes(data: memoryview) -> int | None:
     size = int.from_bytes(data[4:8], "little")
     return None if size in (0, 0xFFFFFFFF) else size + 8  # both of files whose writer could not go back
+
+
+def _wave_bytes(data: memoryview) -> int | None:
+    """The end of a WAV file's samples; None if its writer did not know, as it could not go back."""
+    position, num_bytes = 12, None
+    while position + 8 <= data.nbytes:
+        name, size = bytes(data[position : position + 4]), int.from_bytes(data[position + 4 : position + 8], "little")
+        position += 8
+        if name == b"ds64":
+            num_bytes = int.from_bytes(data[position + 8 : position + 16], "little")
+        elif name == b"data":
+            size = num_bytes if num_bytes is not None and size == 0xFFFFFFFF else size
+            return None if size == 0 or 0x7FFFF000 <= size <= 0xFFFFFFFF else position + size
+        position += size + size % 2
+    return _riff_bytes(data)
 
 
 def _box_bytes(data: memoryview) -> int | None:
@@ -191,26 +221,14 @@ def _number(data: memoryview, position: int) -> tuple[int | None, int]:
     return (None if value == (1 << 7 * length) - 1 else value), length
 
 
-def _page_bytes(data: memoryview) -> int | None:
-    """The end of an Ogg's last page, which says that it is the last one."""
-    tail = bytes(data[-2 * _PAGE_BYTES :])
-    begin = tail.rfind(b"OggS")
-    head = tail[begin : begin + 27]
-    if begin < 0 or len(head) < 27 or not head[5] & 4:
-        return data.nbytes + 1
-    lengths = tail[begin + 27 : begin + 27 + head[26]]
-    return data.nbytes - len(tail) + begin + 27 + head[26] + sum(lengths)
-
-
 def _gif_bytes(data: memoryview) -> int | None:
-    return None if bytes(data[-_PAGE_BYTES:]).rstrip(b"\0")[-1:] == b";" else data.nbytes + 1
+    return None if bytes(data[-_TAIL_BYTES:]).rstrip(b"\0")[-1:] == b";" else data.nbytes + 1
 
 
 _SIZES = {
     "avi": _riff_bytes,
-    "wav": _riff_bytes,
+    "wav": _wave_bytes,
     "mov": _box_bytes,
     "matroska": _element_bytes,
-    "ogg": _page_bytes,
     "gif": _gif_bytes,
 }

@@ -1,4 +1,8 @@
-"""WAV and FLAC files by libsndfile, which reads a part in one call; FFmpeg takes a call, and the GIL, for every packet."""
+"""WAV, FLAC and Opus by libsndfile, which reads a part in one call; FFmpeg takes a call, and the GIL, for every packet.
+
+Of Vorbis only short files: where all of it is in one page, FFmpeg is wrong about where packets are. libsndfile is at times where
+it seeks, so here all before a part is read, too.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError, MissingExtraError
-from loaderkit.stages.media.container import BytesFile, check_whole
+from loaderkit.stages.media.container import BytesFile, behind_id3, check_whole
+from loaderkit.stages.media.ogg import codec_of, has_pages
 
 _MOST_BYTES = 1 << 30
+_MOST_SKIPPED = 1 << 16
+_NUM_PAGES = 5  # of Vorbis, from which on it is not short: two have headers
 MOST_RATE = 1_000_000
 _MOST_CHANNELS = 64
 
@@ -22,8 +29,9 @@ class SoundFile:
 
     begin_s = 0.0
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, file: Any, *, seeks: bool) -> None:
+        """`seeks`: False if seeking leads elsewhere, so that all before a part is read, too."""
+        self._file, self._seeks = file, seeks
         self.rate: int = file.samplerate
         self.num: int = file.frames
 
@@ -33,14 +41,32 @@ class SoundFile:
         begin = min(begin, self.num)
         wanted = self.num - begin if num is None else min(num, self.num - begin)
         check_size(wanted * self._file.channels * 4)
-        self._file.seek(self.num - 1)  # a file that is cut
-        if not len(self._file.read(1)):
-            raise damaged_error((self.num - 1) / self.rate)
-        self._file.seek(begin)
-        samples: NDArray[np.float32] = self._file.read(wanted, dtype="float32", always_2d=True)
-        if len(samples) < wanted:
-            raise damaged_error((begin + len(samples)) / self.rate)
-        return samples.T
+        if self._seeks:
+            self._read(self.num - 1, 1)  # or a file that is cut would do for a part of it
+            return self._read(begin, wanted).T
+        while begin > 0:
+            begin -= len(self._read(None, min(begin, _MOST_SKIPPED)))
+        return self._read(None, wanted).T
+
+    def _read(self, begin: int | None, num: int) -> NDArray[np.float32]:
+        if begin is not None:
+            self._file.seek(begin)
+        place = self._file.tell()
+        samples: NDArray[np.float32] = self._file.read(num, dtype="float32", always_2d=True)
+        if len(samples) < num:
+            raise damaged_error((place + len(samples)) / self.rate)
+        return samples
+
+
+def is_read(data: memoryview, name: str | None) -> bool:
+    """True for a file of FFmpeg's format `name` that libsndfile reads in parts. Raises FormatError."""
+    if name == "flac":  # it says how many samples it has, unless its writer could not go back
+        begin = behind_id3(data) + 21
+        return int.from_bytes(data[begin : begin + 5], "big") & 0xF_FFFF_FFFF > 0
+    if name == "ogg":
+        codec = codec_of(data)
+        return codec == "opus" or (codec == "vorbis" and not has_pages(data, _NUM_PAGES))
+    return name == "wav"
 
 
 @contextmanager
@@ -50,14 +76,18 @@ def opened_sound(data: memoryview, name: str) -> Iterator[SoundFile]:
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: libsndfile is not there
-        raise MissingExtraError(f"WAV and FLAC need soundfile ({error}): pip install 'loaderkit[media]'") from error
+        raise MissingExtraError(
+            f"WAV, FLAC and Ogg need soundfile ({error}): pip install 'loaderkit[media]'"
+        ) from error
     check_whole(data, name)
     try:
         with soundfile.SoundFile(BytesFile(data)) as file:
             check_kind(file.samplerate, file.channels)
             if not file.frames:
                 raise FormatError("its sound has no samples")
-            yield SoundFile(file)
+            if not file.seekable():
+                raise FormatError(f"its sound is in {file.subtype_info}, of which no parts are read")
+            yield SoundFile(file, seeks=name != "ogg" or codec_of(data) == "opus")
     except soundfile.LibsndfileError as error:
         raise FormatError(f"{name}, {data.nbytes} bytes: {error.error_string or 'its sound is damaged'}") from error
 

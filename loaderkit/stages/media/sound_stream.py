@@ -14,19 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError
-from loaderkit.stages.media.container import import_av, stream_of
-from loaderkit.stages.media.sound_file import check_kind, check_size, damaged_error
+from loaderkit.stages.media.container import behind_id3, import_av, stream_of
+from loaderkit.stages.media.sound_file import check_kind, check_size
 
-LISTED = ("matroska", "ogg")
-"""Containers of which all packets are read: behind a seek, times in Ogg are of other packets, and Matroska has no lengths of
-streams."""
+LISTED = ("matroska", "ogg", "avi", "flac")
+"""Containers of which all packets are read: behind a seek, times in Ogg are of other packets; Matroska has no lengths of
+streams, and AVI wrong ones; FLAC is here if it does not say its length."""
 
-_RUN_UP_S = 0.25  # decoded before a part: what a decoder remembers, as Opus's 80 ms
+_RUN_UP_S = {"opus": 1.0, "libopus": 1.0}  # decoded before a part, as a decoder remembers what was; else 0.25
 _RESERVOIR = (12 * 1152, 30 * 576)  # of MP3 from 32 kHz on, and below: the packets that 511 and 255 bytes may come from
 _FORGETS = ("flac", "alac", "pcm_")  # decoders that remember nothing
-_SLACK = {"ogg": 8192}  # samples that may be missing by their times: as many as a block of Vorbis
 _FRAME = 1152  # samples of MP3's
 _FAR = 1 << 60
+_DURATION, _HEAD_BYTES = b"\x44\x89", 1 << 16  # of Matroska: the element, and where it is found
 
 
 class SoundStream:
@@ -41,7 +41,7 @@ class SoundStream:
             raise FormatError("its sound has no samples")
         self._first = first
         self.rate: int = first.rate
-        self.num = _num_samples(self._stream, end, first, is_told=packets.is_told)
+        self.num = _num_samples(self._stream, end, first, packets.told_s)
         """How many samples it has; None: that is not known."""
         self.begin_s: float = first.position / first.rate
         """When it begins, in the time of its file."""
@@ -67,7 +67,7 @@ class SoundStream:
         codec = self._stream.codec_context.codec.name
         if codec.startswith("mp3"):
             return _RESERVOIR[self.rate < 32000]
-        return 0 if codec.startswith(_FORGETS) else int(_RUN_UP_S * self.rate)
+        return 0 if codec.startswith(_FORGETS) else int(_RUN_UP_S.get(codec, 0.25) * self.rate)
 
 
 class NoPlaceError(Exception):
@@ -82,8 +82,8 @@ class SoughtPackets:
         self._container, self._name, self._is_moved = container, name, False
         if _is_adpcm(self.stream):
             raise NoPlaceError  # its times behind a seek are guesses
-        self.is_told = name != "mp3" or _has_count(data)
-        """True if the stream's duration comes from its header, and is no guess."""
+        self.told_s = _told_s(self.stream, name, data)
+        """The duration that its header says, or None."""
 
     def end(self) -> int | None:
         """When the last one ends, or None for formats whose header says it."""
@@ -119,9 +119,8 @@ class ListedPackets:
     def __init__(self, container: Any, name: str | None, data: memoryview) -> None:
         self.stream = stream_of(container, "audio")
         self._listed = list(_packets(container, self.stream))
-        is_adpcm = _is_adpcm(self.stream)
-        self._is_counted = name in (*LISTED, "mp3") or is_adpcm
-        self.is_told = _has_count(data) if name == "mp3" else name != "ogg" and not is_adpcm
+        self._is_counted = name in (*LISTED, "mp3") or _is_adpcm(self.stream)
+        self.told_s = _told_s(self.stream, name, data)
 
     def end(self) -> int | None:
         """When the last one ends, or None for formats whose header says it."""
@@ -142,13 +141,27 @@ def _is_adpcm(stream: Any) -> bool:
     return bool(stream.codec_context.codec.name.startswith("adpcm_"))
 
 
-def _has_count(data: memoryview) -> bool:
-    """True for an MP3 whose first frame says how many there are."""
-    begin = 0
-    if bytes(data[:3]) == b"ID3":
-        begin = 10 + sum((byte & 0x7F) << 7 * (3 - place) for place, byte in enumerate(bytes(data[6:10])))
+def _told_s(stream: Any, name: str | None, data: memoryview) -> Fraction | None:
+    """The duration that a sound's header says; None where it says none, and FFmpeg guesses one."""
+    if name in ("ogg", "avi", "flac") or _is_adpcm(stream) or stream.duration is None:
+        return None
+    if name == "matroska" and bytes(data[:_HEAD_BYTES]).find(_DURATION) < 0:  # of a live stream
+        return None
+    told_s: Fraction = stream.duration * stream.time_base
+    if name != "mp3":
+        return told_s
+    frame_s = Fraction(_FRAME if stream.rate >= 32000 else _FRAME // 2, stream.rate)
+    counted_s = _num_frames(data) * frame_s
+    # FFmpeg leaves out what an encoder has added. Of a file with more bytes than its header counts, as of a cover, it guesses.
+    return (told_s if abs(told_s - counted_s) < 3 * frame_s else counted_s) or None
+
+
+def _num_frames(data: memoryview) -> int:
+    """How many frames the header of an MP3 counts; 0: it does not say."""
+    begin = behind_id3(data)
     head = bytes(data[begin : begin + 200])
-    return b"Xing" in head or b"Info" in head
+    place = max(head.find(b"Xing"), head.find(b"Info"))
+    return int.from_bytes(head[place + 8 : place + 12], "big") if place >= 0 and head[place + 7] & 1 else 0
 
 
 def _packets(container: Any, stream: Any) -> Iterator[Any]:
@@ -178,9 +191,8 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
     """The frames of packets, one after the other: a gap in their times makes no gap in the samples. Packets before
     `run_up_end` that cannot be decoded are skipped, since a decoder that starts in the middle may lack earlier packets.
 
-    Raises FormatError for a change of rate, channels or kind of samples, and where FFmpeg has left out damaged ones."""
+    Raises FormatError for a change of rate, channels or kind of samples."""
     position, kind = None, None
-    slack = _SLACK.get(stream.container.format.name)
     frames = _frames(stream.codec_context, packets, passes_over=run_up_end > 0)
     for frame in _in_time(frames) if run_up_end else frames:
         found = frame.sample_rate, frame.layout.nb_channels, frame.format.name
@@ -190,8 +202,6 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
             position = 0 if frame.pts is None else round(frame.pts * frame.time_base * found[0])
         elif found != kind:
             raise FormatError(f"its sound changes from {_said(*kind)} to {_said(*found)}")
-        elif slack is not None and (frame.pts is None or frame.pts * frame.time_base * found[0] > position + slack):
-            raise damaged_error(position / found[0])
         yield _Block(frame, position, frame.samples, *found[:2])
         position += frame.samples
 
@@ -262,11 +272,10 @@ def _said(rate: int, num_channels: int, kind: str) -> str:
     return f"{num_channels} channels of {rate} samples ({kind}) a second"
 
 
-def _num_samples(stream: Any, end: int | None, first: _Block, *, is_told: bool) -> int | None:
-    """The number of samples of a sound, or None if it is not known. `end` is its last packet's, if it is known; `is_told`: its
-    duration comes from its header, and is no guess. Raises FormatError for a file that has less."""
+def _num_samples(stream: Any, end: int | None, first: _Block, told: Fraction | None) -> int | None:
+    """The number of samples of a sound, or None if it is not known. `end` is its last packet's, if it is known; `told` the
+    duration in seconds that its header says. Raises FormatError for a file that has less."""
     unit, rate = stream.time_base, first.rate
-    told = None if stream.duration is None or not is_told else stream.duration * unit
     if end is None:
         return None if not told else max(0, int((told + (stream.start_time or 0) * unit) * rate) - first.position)
     num: int = max(0, round(end * unit * rate) - first.position)

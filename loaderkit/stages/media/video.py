@@ -8,6 +8,7 @@ do not say which frames there are (some AVI), frames are counted by decoding the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -67,7 +68,11 @@ def read_clip(data: memoryview, args: VideoArgs, draw: float) -> DecodedClip:
         if times is not None:
             places = frame_places(len(times), args, draw)
             wanted = [times[place] for place in places]
-            found = _found(_decoded(stream, _needed(packets, wanted[0]), {*wanted}), {*wanted})
+            frames = _decoded(stream, _needed(packets, wanted[0]), {*wanted})
+            first = next(frames, None)
+            # Not so in AVI, where packets say that they are keyframes even if they are none.
+            begins_with_key = first is not None and (first.key_frame or container.format.name != "avi")
+            found = _found(chain((first,), frames), {*wanted}) if begins_with_key else {}
             if len(found) == len({*wanted}):
                 return _clip([found[time] for time in wanted], stream)
     return _counted(data, args, draw)
@@ -182,9 +187,20 @@ class _Rgb:
         pixels: NDArray[np.uint8] = np.ndarray(
             (rgb.height, rgb.width, 3), np.uint8, plane, strides=(plane.line_size, 3, 1)
         )
-        if turns := round(frame.rotation / 90) % 4:
-            pixels = np.ascontiguousarray(np.rot90(pixels, turns))
-        return _Frame(pixels, float(frame.time or 0))
+        return _Frame(_upright(pixels, frame.side_data.get("DISPLAYMATRIX")), float(frame.time or 0))
+
+
+def _upright(pixels: NDArray[np.uint8], matrix: Any) -> NDArray[np.uint8]:
+    """Turned and mirrored as a display matrix says (ISO/IEC 14496-12, 6.2.2), by the multiple of 90 degrees that is nearest; a
+    pixel at (x, y) is shown at (a x + c y, b x + d y). None: as they are."""
+    a, b, _, c, d = (1, 0, 0, 0, 1) if matrix is None else np.frombuffer(matrix, np.int32)[:5].tolist()
+    if not (a or b or c or d):
+        return pixels
+    flips_x, flips_y = a < 0, d < 0
+    if abs(a) + abs(d) < abs(b) + abs(c):
+        pixels = pixels.transpose(1, 0, 2)
+        flips_x, flips_y = c < 0, b < 0
+    return np.ascontiguousarray(pixels[:: -1 if flips_y else 1, :: -1 if flips_x else 1])
 
 
 def _clip(frames: list[_Frame], stream: Any) -> DecodedClip:

@@ -13,6 +13,8 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
+from loaderkit.stages.media.audio import AudioArgs, Sound, read_sound
+
 VIDEOS = {  # container, codec, format of pixels, options
     "mp4": ("mp4", "libx264", "yuv420p", {"g": "12", "bf": "3", "preset": "ultrafast", "x264-params": "scenecut=0"}),
     "open-gop": ("mp4", "libx264", "yuv420p", {"g": "10", "bf": "4", "x264-params": "open-gop=1:b-pyramid=normal"}),
@@ -150,3 +152,8 @@ def quiet() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+
+
+def window(data: bytes, draw: float = 0.0, begin_s: float | None = None, **args: object) -> Sound:
+    """What the stage `decode` reads of a sound with `audio: args`."""
+    return read_sound(memoryview(data), AudioArgs.model_validate(args), draw, begin_s=begin_s)

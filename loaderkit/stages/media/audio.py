@@ -81,10 +81,12 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
 def _read(sound: SoundFile | SoundStream, args: AudioArgs, draw: float, begin_s: float | None) -> Sound:
     window = _Window.of(args, sound.rate, sound.num, draw, None if begin_s is None else begin_s - sound.begin_s)
     held = sound.samples(window.begin, window.num)
-    if begin_s is None and sound.num is not None:
-        wanted = sound.num - window.begin if window.num is None else min(window.num, sound.num - window.begin)
-        if held.shape[1] < wanted - sound.rate * _SLACK_S:
-            raise damaged_error((window.begin + held.shape[1]) / sound.rate)
+    if (
+        begin_s is None
+        and not held.shape[1]
+        and (sound.num is None or window.begin < sound.num - sound.rate * _SLACK_S)
+    ):
+        raise damaged_error(window.begin / sound.rate)
     return window.of_samples(held, args)
 
 

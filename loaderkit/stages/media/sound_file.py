@@ -1,6 +1,6 @@
 """WAV, FLAC and Opus by libsndfile, which reads a part in one call; FFmpeg takes a call, and the GIL, for every packet.
 
-Of Vorbis only short files: where all of it is in one page, FFmpeg is wrong about where packets are. libsndfile is at times where
+Of Vorbis only short files: where all of it is in one page, FFmpeg is wrong about where packets are. libsndfile at times is when
 it seeks, so here all before a part is read, too.
 """
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError
 from loaderkit.stages.media.container import behind_id3, import_av, stream_of
-from loaderkit.stages.media.sound_file import check_kind, check_size
+from loaderkit.stages.media.sound_file import check_kind, check_size, damaged_error
 
 LISTED = ("matroska", "ogg", "avi", "flac")
 """Containers of which all packets are read: behind a seek, times in Ogg are of other packets; Matroska has no lengths of
@@ -26,7 +26,11 @@ _RESERVOIR = (12 * 1152, 30 * 576)  # of MP3 from 32 kHz on, and below: the pack
 _FORGETS = ("flac", "alac", "pcm_")  # decoders that remember nothing
 _FRAME = 1152  # samples of MP3's
 _FAR = 1 << 60
-_DURATION, _HEAD_BYTES = b"\x44\x89", 1 << 16  # of Matroska: the element, and where it is found
+_DURATION, _CLUSTER, _HEAD_BYTES = (
+    b"\x44\x89",
+    b"\x1f\x43\xb6\x75",
+    1 << 20,
+)  # elements of Matroska; the first is before the second
 
 
 class SoundStream:
@@ -145,7 +149,7 @@ def _told_s(stream: Any, name: str | None, data: memoryview) -> Fraction | None:
     """The duration that a sound's header says; None where it says none, and FFmpeg guesses one."""
     if name in ("ogg", "avi", "flac") or _is_adpcm(stream) or stream.duration is None:
         return None
-    if name == "matroska" and bytes(data[:_HEAD_BYTES]).find(_DURATION) < 0:  # of a live stream
+    if name == "matroska" and _DURATION not in bytes(data[:_HEAD_BYTES]).partition(_CLUSTER)[0]:  # of a live stream
         return None
     told_s: Fraction = stream.duration * stream.time_base
     if name != "mp3":
@@ -193,6 +197,7 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
 
     Raises FormatError for a change of rate, channels or kind of samples."""
     position, kind = None, None
+    is_flac = stream.container.format.name == "flac"
     frames = _frames(stream.codec_context, packets, passes_over=run_up_end > 0)
     for frame in _in_time(frames) if run_up_end else frames:
         found = frame.sample_rate, frame.layout.nb_channels, frame.format.name
@@ -202,6 +207,8 @@ def _blocks(stream: Any, packets: Iterable[Any], run_up_end: int = 0) -> Iterato
             position = 0 if frame.pts is None else round(frame.pts * frame.time_base * found[0])
         elif found != kind:
             raise FormatError(f"its sound changes from {_said(*kind)} to {_said(*found)}")
+        elif is_flac and (frame.pts is None or frame.pts * frame.time_base * found[0] != position):
+            raise damaged_error(position / found[0])  # FFmpeg leaves out blocks whose checksums are wrong
         yield _Block(frame, position, frame.samples, *found[:2])
         position += frame.samples
 

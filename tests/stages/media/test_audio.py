@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import io
 import random
-import re
 from contextlib import suppress
 
 import av
 import numpy as np
 import pytest
 import soundfile
-from media_files import SOUNDS, samples_of, sound, video, video_with_sound, write_samples
+from media_files import SOUNDS, samples_of, sound, video, video_with_sound, window, write_samples
 
 from loaderkit.errors import FormatError
-from loaderkit.stages.media.audio import AudioArgs, Sound, read_sound, resampled
+from loaderkit.stages.media.audio import resampled
 from loaderkit.stages.media.video import VideoArgs, read_clip
 
 OF_SOUNDFILE = {"wav": 0, "wav-24": 0, "wav-float": 0, "flac": 0, "ogg": 1e-6, "opus": 1e-6, "mp3": 1e-5}
 # Opus predicts from what was before, and comes close to that in what is decoded before a window.
 TOLERANCE = {"ogg": 1e-6, "opus": 1e-3}
-
-
-def window(data: bytes, draw: float = 0.0, begin_s: float | None = None, **args: object) -> Sound:
-    return read_sound(memoryview(data), AudioArgs.model_validate(args), draw, begin_s=begin_s)
 
 
 @pytest.mark.parametrize("kind", SOUNDS)
@@ -222,37 +217,3 @@ def test_damaged_flac_is_refused_as_soundfile_refuses_it(rng: random.Random) -> 
         else:
             np.testing.assert_array_equal(window(bytes(data)).samples, window(whole).samples)
     assert num_refused > 20
-
-
-@pytest.mark.parametrize("kind", ["ogg", "opus"])
-def test_a_damaged_page_in_the_middle_is_refused(kind: str, rng: random.Random) -> None:
-    """FFmpeg and libsndfile leave it out."""
-    data = bytearray(sound(kind, seconds=8.0))
-    pages = [found.start() for found in re.finditer(b"OggS", data)]
-    assert len(pages) > 5
-    place = rng.randrange(3, len(pages) - 1)
-    if rng.random() < 0.5:
-        data[rng.randrange(pages[place] + 6, pages[place + 1])] ^= 1 << rng.randrange(8)
-    else:
-        del data[pages[place] : pages[place + 1]]
-    with pytest.raises(FormatError, match=r"checksum|is missing"):
-        window(bytes(data))
-
-
-@pytest.mark.parametrize("rate", [8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000])
-def test_windows_of_mp3_of_any_rate(rate: int, rng: random.Random) -> None:
-    """Of many kinds of bit rate, with and without a count in the header: a packet may need the bytes of up to 25 before it."""
-    place = np.arange(6 * rate) / rate
-    loud = (np.sin(place * rng.uniform(0.5, 3)) > 0) * np.random.default_rng(rng.randrange(2**32)).normal(
-        0, 0.1, len(place)
-    )
-    samples = (0.4 * np.sin(2 * np.pi * rate / 40 * place) + loud).astype(np.float32)[None]
-    for options in ({}, {"flags": "+qscale", "global_quality": str(118 * rng.randrange(1, 10))}, {"b": "8000"}):
-        file = io.BytesIO()
-        with av.open(file, "w", format="mp3", options={"write_xing": rng.choice("01")}) as out:
-            write_samples(out, out.add_stream("libmp3lame", rate=rate, layout="mono", options=options), samples, rate)
-        whole, _ = samples_of(file.getvalue())
-        for _ in range(8):
-            begin = rng.randrange(whole.shape[1] - 3000)
-            found = window(file.getvalue(), start=begin / rate, seconds=3000 / rate).samples
-            np.testing.assert_array_equal(found, whole[:, begin : begin + 3000])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -93,6 +95,31 @@ def test_upright(turn: int) -> None:
     args = VideoArgs(frames=2, start="first")
     for pixels, frame in zip(pixels_of(data, args, 0), frames_of(data)[:2], strict=True):
         assert np.array_equal(pixels, np.rot90(frame, turn // 90))
+
+
+@pytest.mark.parametrize(("matrix", "shown"), [
+    ((-1, 0, 0, 1), lambda frame: frame[:, ::-1]), ((1, 0, 0, -1), lambda frame: frame[::-1]),
+    ((0, 1, 1, 0), lambda frame: frame.transpose(1, 0, 2)), ((0, 0, 0, 0), lambda frame: frame),
+    ((0, -1, -1, 0), lambda frame: frame[::-1, ::-1].transpose(1, 0, 2)),
+])  # fmt: skip
+def test_mirrored(matrix: tuple[int, ...], shown: Callable[[Any], Any]) -> None:
+    """The matrix (a, b, c, d) of a track shows the pixel (x, y) at (a x + c y, b x + d y)."""
+    data = bytearray(video("mp4", num=5, size=(48, 80)))
+    frame = frames_of(bytes(data))[0]
+    a, b, c, d = (number << 16 for number in matrix)
+    place = data.index(b"tkhd") + 44
+    data[place : place + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30 if any(matrix) else 0)
+    assert np.array_equal(pixels_of(bytes(data), VideoArgs(frames=1, start=0), 0)[0], shown(frame))
+
+
+@pytest.mark.parametrize("codec", ["msmpeg4", "msmpeg4v2", "h263"])
+def test_avi_whose_packets_all_say_that_they_are_keyframes(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H.263, and others without an index."""
+    monkeypatch.setitem(VIDEOS, codec, ("avi", codec, "yuv420p", {"g": "9"}))
+    data = video(codec, num=20, size=(144, 176)).replace(b"idx1", b"JUNK")
+    frames = frames_of(data)
+    for start in range(20):
+        assert np.array_equal(pixels_of(data, VideoArgs(frames=1, start=start), 0)[0], frames[start])
 
 
 def test_the_time_of_a_clip() -> None:

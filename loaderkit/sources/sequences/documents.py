@@ -62,10 +62,12 @@ def _of_index(connector: Connector, info: ObjectInfo, name: str) -> Documents:
         documents = parse_megatron_index(data)
     except FormatError as error:
         raise FormatError(f"{connector.describe(key)}: {error}") from None
-    ends = documents.starts + documents.lengths * documents.dtype.itemsize
-    if len(ends) and ends.max() > info.size:
+    num_bytes = documents.lengths * documents.dtype.itemsize
+    is_outside = documents.starts > info.size - num_bytes  # a sum might overflow
+    if is_outside.any():
+        end = max(map(sum, zip(documents.starts[is_outside].tolist(), num_bytes[is_outside].tolist(), strict=True)))
         raise FormatError(
-            f"{connector.describe(key)} has documents up to byte {ends.max()}, and {name} has {info.size} bytes: one of them "
+            f"{connector.describe(key)} has documents up to byte {end}, and {name} has {info.size} bytes: one of them "
             "is truncated, or they are not of one data set"
         )
     return documents

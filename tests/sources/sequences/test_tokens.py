@@ -206,6 +206,8 @@ FILES = {
     "y.bin": bytes(16),
     "y.idx": INDEX,
     "z.bin": bytes(20),
+    "far.bin": bytes(20),
+    "far.idx": INDEX[:42] + (2**63 - 2).to_bytes(8, "little") + INDEX[50:],
     "lone.bin": bytes(20),
     "empty.raw": b"",
     "odd.raw": bytes(7),
@@ -220,6 +222,7 @@ FILES = {
     ("url", "args", "kind", "message"),
     [
         ("y.bin", {}, FormatError, r"y.idx has documents up to byte 20, and memory://y.bin has 16 bytes"),
+        ("far.bin", {}, FormatError, rf"far.idx has documents up to byte {2**63 + 6}, and"),
         ("lone.bin", {}, ConfigError, r"source.dtype: memory://lone.bin has no lone.idx beside it"),
         ("empty.raw", {"dtype": "uint16", "end": 0}, SourceError, "is empty"),
         ("odd.raw", {"dtype": "uint16", "end": 0}, FormatError, "no multiple of a token's 2"),

@@ -102,14 +102,20 @@ class Patterns:
     leaves behind (`@eaDir`) only by its name. A pattern that is written exactly like a key matches this key.
     """
 
-    def __init__(self, patterns: str | Iterable[str], exact: Container[str] = ()) -> None:
-        """`exact`: the patterns that are names and no globs."""
+    def __init__(
+        self, patterns: str | Iterable[str], exact: Container[str] = (), *, underscored: str | None = None
+    ) -> None:
+        """`exact`: the patterns that are names and no globs. `underscored`: how keys end (a regular expression) of which parts
+        that begin with `_` and hold no `=` are hidden, too: Spark writes there what it has not committed yet."""
+        self._underscored = underscored
         self.written = (patterns,) if isinstance(patterns, str) else tuple(patterns)
         expanded = dict.fromkeys(
             itertools.chain.from_iterable([text] if text in exact else expand_braces(text) for text in self.written)
         )
         self._literals = {text for text in expanded if text in exact or not re.search(r"[*?\[]", text)}
-        self._globs = {text: re.compile(_regex(text), re.DOTALL) for text in expanded if text not in self._literals}
+        self._globs = {
+            text: re.compile(_regex(text, underscored), re.DOTALL) for text in expanded if text not in self._literals
+        }
         self._order = list(expanded)
         heads = [re.split(r"[*?\[]", text, maxsplit=1)[0] for text in expanded]
         # The common prefix of the least and the greatest head is the common prefix of all.
@@ -127,7 +133,7 @@ class Patterns:
     def narrowed(self, keys: Iterable[str]) -> Patterns:
         """The same patterns, except that a pattern which is the name of one of `keys` matches only this one."""
         exact = {key for key in keys if key in self.written} - self._literals
-        return Patterns(self.written, exact) if exact else self
+        return Patterns(self.written, exact, underscored=self._underscored) if exact else self
 
     def stem(self, key: str) -> str | None:
         """What the wildcards of the first matching pattern have matched, without an extension; None if no pattern matches.
@@ -170,16 +176,20 @@ _NOT_HIDDEN = rf"(?!\.|(?:{'|'.join(_OF_SYSTEMS)})/)"
 _WILDCARD = r"[*?]|\[[!^]?\]?[^\]]*\]"
 
 
-def _regex(pattern: str) -> str:
+def _regex(pattern: str, underscored: str | None) -> str:
     """The regular expression of a glob, with a group for every run of wildcards."""
+    not_hidden = _NOT_HIDDEN
+    if underscored is not None:
+        not_hidden += rf"(?!(?=.*(?:{underscored})\Z)_[^/=]*(?:/|\Z))"
     parts = pattern.split("/")
     regex = ""
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         if part == "**":
-            regex += rf"((?:{_NOT_HIDDEN}[^/]+/)*" + (rf"{_NOT_HIDDEN}[^/]+)" if is_last else ")")
+            regex += rf"((?:{not_hidden}[^/]+/)*" + (rf"{not_hidden}[^/]+)" if is_last else ")")
             continue
-        regex += "" if part.startswith(".") or part in _OF_SYSTEMS else _NOT_HIDDEN
+        if not part.startswith(".") and part not in _OF_SYSTEMS:
+            regex += _NOT_HIDDEN if part.startswith("_") else not_hidden
         for run in re.findall(f"(?:{_WILDCARD})+|.", part, re.DOTALL):
             is_wild = run in "*?" or len(run) > 1
             regex += f"({re.sub(_WILDCARD, _wildcard, run)})" if is_wild else re.escape(run)

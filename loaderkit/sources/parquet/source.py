@@ -157,7 +157,7 @@ class ParquetSource(Source):
         self._found_bad = found_bad or BadShards()
         self._args = args
         self._wanted = wanted_columns(args.columns, args.fields)
-        patterns = Patterns(args.files)
+        patterns = Patterns(args.files, underscored="")
         self._num_threads = _NUM_REMOTE_THREADS if traits_of(connector).is_remote else _NUM_THREADS
         self.left_out: Counter[str] = Counter()
         self._files = list_matching(

@@ -91,6 +91,44 @@ def test_files_named_by_braces_or_one_by_one(tmp_path: Path, files: dict[str, by
         build(MemoryConnector({"e.parquet": files["empty.parquet"]}))
 
 
+def test_what_spark_has_not_committed_is_hidden(rng: random.Random) -> None:
+    """Parts that begin with `_` below `url`, as in pyarrow, unless a pattern names them or they are a column's."""
+    names = ["_temporary/0/a.parquet", "_a.parquet", "b/_c/a.parquet", "b/a_.parquet", "c/_.parquet", "a.parquet"]
+    files = {name: written(table(10 * number, 1), rng) for number, name in enumerate(names)}
+    for include, expected in (
+        ("**/*.parquet", [50, 30]),
+        ("**", [50, 30]),
+        ("*", [50]),
+        ("?a.parquet", []),
+        ("_*", [10]),
+        (["_a.parquet", "*.parquet"], [10, 50]),
+        ("{_temporary,b}/**/*.parquet", [0, 30]),
+        ("b/_c/*", [20]),
+        ("**/_*", [10, 40]),
+    ):
+        if expected:
+            with build(MemoryConnector(files), include=include) as loader:
+                assert rows(loader) == expected, include
+        else:
+            with pytest.raises(SourceError, match="nothing below"):
+                build(MemoryConnector(files), include=include)
+    with build(MemoryConnector({"_y=1/a.parquet": files["a.parquet"]}), include="**/*.parquet") as loader:
+        assert rows(loader) == [50]
+        assert rows(loader, "_y") == [1]
+    with build(MemoryConnector({"_x/a.parquet": files["a.parquet"]}), include="_x/a.parquet") as loader:
+        assert rows(loader) == [50]
+
+
+def test_pyarrow_hides_the_same(tmp_path: Path) -> None:
+    for number, name in enumerate(["part-0", "_temporary/0/part-1", "_part-2", "sub/part-3", "sub/_b/part-4"]):
+        path = tmp_path / f"data/{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table(number, 1), path)
+    pipeline = Pipeline.parquet(str(tmp_path / "data"), include="**/*.parquet").shuffle("none").read().batch(2)
+    with loaderkit.build(pipeline) as loader:
+        assert rows(loader) == pq.read_table(tmp_path / "data")["x"].to_pylist() == [0, 3]
+
+
 def test_what_is_left_out_is_counted(files: dict[str, bytes]) -> None:
     connector = MemoryConnector(files | {"a.parq": b"", "z/z.parquet": b"", "_SUCCESS": b"", ".d.parq": b""})
     args = ParquetArgs(url="memory://")

@@ -7,7 +7,6 @@ Parquet ────────────────────────
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from loaderkit.sources.base import PackedSize, Source, SourceKind
 from loaderkit.sources.fields import Include
 from loaderkit.sources.listing import StringTable, extension_of, list_matching, numbered, said_counts
 from loaderkit.sources.patterns import Patterns
+from loaderkit.sources.sequences.data_sets import SPLITS, STATE, own_data, several_splits
 from loaderkit.sources.sequences.documents import Form, TokenFormat, documents_of
 from loaderkit.sources.sequences.megatron import Documents
 from loaderkit.sources.sequences.reader import Sequences, SequenceSource
@@ -36,7 +36,7 @@ from loaderkit.sources.sequences.reader import Sequences, SequenceSource
 TokenType = Literal["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"]
 _USUAL = {"bin": "*.bin", "npy": "*.npy", "arrow": "*.arrow", "parquet": "*.parquet"}
 """By extension, what is read of a folder."""
-_STATE, _MOST_STATE = "state.json", 16 << 20  # of datasets.save_to_disk
+_UNDERSCORED = r"(?i:\.(?:arrow|parquet))"  # of these what begins with `_` is hidden, as for `kind: parquet`
 _NUM_THREADS, _NUM_REMOTE_THREADS = 4, 32  # the latter wait for the store, not for a CPU
 
 
@@ -299,13 +299,19 @@ def _listed(connector: Connector, args: TokensArgs, found_bad: BadShards) -> tup
     if written is None:
         infos = _usual(connector, args, found_bad)
     elif len(written) == 1 and Patterns(written).names == [*written]:
-        infos = [_only(connector, args, written[0])]
+        infos = own_data(connector, [_only(connector, args, written[0])], Patterns(written), args.root, found_bad)
     else:
-        infos = list_matching(connector, Patterns(written), args.root, _NUM_THREADS, bad_shards=found_bad)
+        patterns = Patterns(written, underscored=_UNDERSCORED)
+        infos = list_matching(connector, patterns, args.root, _NUM_THREADS, bad_shards=found_bad)
         keys = {info.key for info in infos}
         infos = [info for info in infos if not (info.key.endswith(".idx") and f"{info.key[:-4]}.bin" in keys)]
+        infos = own_data(connector, infos, patterns, args.root, found_bad)
     if not infos:
         found_bad.refuse_empty()
+        raise SourceError(
+            f"{args.url!r}: what matches is no data of the data set's, but what datasets has written beside it: name other "
+            "files, or one of these without a pattern"
+        )
     extension = _one_extension(tuple(info.key for info in infos))
     if extension is None:
         counts = _counted(infos)
@@ -331,14 +337,18 @@ def _only(connector: Connector, args: TokensArgs, key: str) -> ObjectInfo:
 def _usual(connector: Connector, args: TokensArgs, found_bad: BadShards) -> list[ObjectInfo]:
     """The files of a folder that hold tokens by their extension."""
     every = list(connector.list(""))
-    patterns = Patterns(tuple(_USUAL.values()))
+    patterns = Patterns(tuple(_USUAL.values()), underscored=_UNDERSCORED)
     infos = [info for info in every if patterns.matches(info.key)]
-    state = next((info for info in every if info.key == _STATE), None)
-    if state is not None:
-        infos = _in_state(connector, state, infos, found_bad)
+    folders = ("",) * any(info.key == STATE for info in every)
+    infos = own_data(connector, infos, patterns, args.root, found_bad, also_in=folders)
     if infos or found_bad.found:
         return infos
+    if any(info.key == SPLITS for info in every):
+        found = re.compile(f"([^/]+)/{re.escape(STATE)}").fullmatch
+        splits = [match[1] for info in every if (match := found(info.key))]
+        raise several_splits(splits, (splits or ["train"])[0], args.root)
     deeper = [info.key for info in every if extension_of(info.key).lower() in _USUAL]
+    deeper.sort(key=lambda key: "/cache-" in key)  # copies of datasets' are no example
     if deeper:
         hint = f"there are some in folders below, as {deeper[0]!r}: say `include: '**/*.{extension_of(deeper[0])}'`"
     elif every:
@@ -348,24 +358,6 @@ def _usual(connector: Connector, args: TokensArgs, found_bad: BadShards) -> list
     else:
         hint = "there is no file at all"
     raise SourceError(f"no files of tokens ({', '.join(_USUAL.values())}) are in {args.root!r}; {hint}")
-
-
-def _in_state(
-    connector: Connector, state: ObjectInfo, infos: list[ObjectInfo], found_bad: BadShards
-) -> list[ObjectInfo]:
-    """Of the files of a folder those that `datasets` wrote as its data, and not what it has cached beside them since."""
-    data = bytearray(min(state.size, _MOST_STATE))
-    connector.read_into(state.key, 0, memoryview(data), etag=state.etag)
-    try:
-        names = {file["filename"] for file in json.loads(data)["_data_files"]}
-    except (ValueError, KeyError, TypeError):  # another program's
-        return infos
-    for name in sorted(names - {info.key for info in infos}):
-        error = SourceError(
-            f"{connector.describe(state.key)} names {name!r}, which is not there: the folder is not whole"
-        )
-        found_bad.leave_out(name, connector.describe(name), error)
-    return [info for info in infos if info.key in names]
 
 
 def _counted(infos: list[ObjectInfo]) -> dict[str, int]:

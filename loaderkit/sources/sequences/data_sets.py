@@ -20,7 +20,7 @@ from loaderkit.sources.patterns import Patterns, expand_braces
 STATE, SPLITS = "state.json", "dataset_dict.json"
 _INFO = "dataset_info.json"
 _MOST_STATE = 16 << 20  # bytes
-_OF_CACHE = re.compile(r"([^/]+?-([^-/]+))(-\d{5}-of-\d{5})?\.arrow")
+_OF_CACHE = re.compile(r"((?!cache-)[^/]+?-([^-/]+))(-\d{5}-of-\d{5})?\.arrow")
 _NUM_THREADS = 16
 
 
@@ -99,13 +99,14 @@ def _refuse_several(glob: Patterns, keys: set[str], marks: dict[str, ObjectInfo]
             splits.setdefault(folder, {})[match[2]] = f"{folder}{match[1]}{'-*' if match[3] else ''}.arrow"
     for found in splits.values():
         if len(found) > 1:
-            raise several_splits([*found], next(iter(found.values())), root)
+            raise several_splits(found, root)
 
 
-def several_splits(names: list[str], example: str, root: str) -> ConfigError:
-    """The error of a folder `root` with splits, of which `example` is one's folder or files."""
+def several_splits(found: dict[str, str], root: str) -> ConfigError:
+    """The error of a folder `root` with splits, whose folders or files are given."""
+    example = found.get("train") or next(iter(found.values()), "train")
     return ConfigError(
-        f"source.url: {root!r} has the splits {', '.join(names)} of one data set: name the files of one, as in "
+        f"source.url: {root!r} has the splits {', '.join(found)} of one data set: name the files of one, as in "
         f"url: {root.rstrip('/')}/{example}"
     )
 

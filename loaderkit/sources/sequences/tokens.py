@@ -346,7 +346,7 @@ def _usual(connector: Connector, args: TokensArgs, found_bad: BadShards) -> list
     if any(info.key == SPLITS for info in every):
         found = re.compile(f"([^/]+)/{re.escape(STATE)}").fullmatch
         splits = [match[1] for info in every if (match := found(info.key))]
-        raise several_splits(splits, (splits or ["train"])[0], args.root)
+        raise several_splits(dict(zip(splits, splits, strict=True)), args.root)
     deeper = [info.key for info in every if extension_of(info.key).lower() in _USUAL]
     deeper.sort(key=lambda key: "/cache-" in key)  # copies of datasets' are no example
     if deeper:

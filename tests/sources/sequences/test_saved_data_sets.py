@@ -74,7 +74,7 @@ def test_copies_and_other_splits_are_no_documents(splits: Path) -> None:
     assert documents_in(splits, "dd", include="{test,train}/*.arrow") == TEST + TRAIN  # each is named
     assert documents_in(splits, "dd", include=["train/*.arrow", "test/*.arrow"]) == TEST + TRAIN
     for source in ({}, {"include": "**/*.arrow"}, {"include": "*/*.arrow"}, {"include": "t*/data*"}):
-        with pytest.raises(ConfigError, match=r"splits test, train .*url: .*/dd/test"):
+        with pytest.raises(ConfigError, match=r"splits test, train .*url: .*/dd/train"):
             documents_in(splits, "dd", **source)
     for name in ("cache-12ab.arrow", "cache-*.arrow"):
         assert documents_in(splits, f"dd/train/{name}") == COPY
@@ -93,11 +93,14 @@ def test_the_advice_for_a_folder_above_leads_to_the_rows(splits: Path) -> None:
 
 def test_the_cache(prepared: Path) -> None:
     for source in ({}, {"include": "*.arrow"}, {"include": "imdb-*"}):
-        with pytest.raises(ConfigError, match=r"splits test, train .*url: .*/imdb-test\.arrow"):
+        with pytest.raises(ConfigError, match=r"splits test, train .*url: .*/imdb-train-\*\.arrow"):
             documents_in(prepared, **source)
     assert documents_in(prepared, include="imdb-train-*.arrow") == TRAIN
     assert documents_in(prepared, include=["imdb-test.arrow", "imdb-train-*.arrow"]) == TEST + TRAIN
     assert documents_in(prepared, include="imdb-test.arrow") == TEST
+    (prepared / "cache-34cd.arrow").write_bytes(copy_of(TEST))
+    assert documents_in(prepared, include="cache-*") == COPY + TEST
+    (prepared / "cache-34cd.arrow").unlink()
     (prepared / "imdb-test.arrow").unlink()
     assert documents_in(prepared) == TRAIN
     assert documents_in(prepared.parents[2], include="**/*.arrow") == TRAIN

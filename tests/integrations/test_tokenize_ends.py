@@ -20,10 +20,11 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "find", "descri
 def tokenized(folder: Path, samples: list[dict[str, Any]], **settings: Any) -> list[dict[str, Any]]:
     """The fields of each sample, as lists."""
     (folder / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    padding = {"input_ids": 3} | ({"labels": -100} if "mask" in settings else {})
     pipeline = {
         "source": {"kind": "lines", "url": str(folder / "samples.jsonl")},
         "order": {"shuffle": "none"},
-        "stages": ["read", {"tokenize": settings}, {"batch": {"size": 1, "pad_value": {"input_ids": 3, "labels": -100}}}],
+        "stages": ["read", {"tokenize": settings}, {"batch": {"size": 1, "pad_value": padding}}],
     }
     with loaderkit.build(pipeline, overrides={"prefetch.executor": "inline"}) as loader:
         return [{name: value[0].tolist() for name, value in batch.items() if name != "__key__"} for batch in loader]
@@ -33,7 +34,7 @@ def tokenized(folder: Path, samples: list[dict[str, Any]], **settings: Any) -> l
 def test_the_end_is_learned_if_the_text_reaches_it(side: str, rng: random.Random, tmp_path: Path) -> None:
     """A tokenizer that cuts on the left keeps the end of an answer."""
     folder = write_tokenizer(tmp_path / "t", adds_specials=True, truncation_side=side)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
     texts = [("".join(f"{rng.choice(WORDS)} " for _ in range(9)), "".join(f" {rng.choice(WORDS)}" for _ in range(9)))]
     most = rng.randrange(5, 9)
     (made,) = tokenized(
@@ -48,7 +49,7 @@ def test_the_end_is_learned_if_the_text_reaches_it(side: str, rng: random.Random
 @pytest.mark.parametrize("adds_specials", [False, True])
 def test_one_end_whoever_writes_it(adds_specials: bool, tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "t", adds_specials=adds_specials)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
     (made,) = tokenized(tmp_path, [{"t": "hello world"}], tokenizer=str(folder), text="t", eos=True)
     assert made["input_ids"] == theirs("hello world" + ("" if adds_specials else "</s>"))["input_ids"]
     assert made["input_ids"].count(theirs.eos_token_id) == 1
@@ -58,7 +59,7 @@ def test_a_tokenizer_with_a_template_for_tools(tmp_path: Path) -> None:
     """transformers takes that one where tools are given, also an empty list of them."""
     folder = write_tokenizer(tmp_path / "t")
     templates = {"default": PLAIN, "tool_use": "{{- tools | tojson }}" + PLAIN}
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
     theirs.chat_template = templates
     theirs.save_pretrained(folder)
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
@@ -76,5 +77,6 @@ def test_a_template_file_that_begins_with_a_mark_of_utf_8(tmp_path: Path) -> Non
     (tmp_path / "chat.jinja").write_text(PLAIN, "utf-8-sig")
     chat = [{"role": "user", "content": "hello"}]
     (made,) = tokenized(tmp_path, [{"m": chat}], tokenizer=str(folder), chat="m", template=str(tmp_path / "chat.jinja"))
-    theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, chat_template=PLAIN, return_dict=True)
-    assert made["input_ids"] == theirs["input_ids"]
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template(chat, chat_template=PLAIN, return_dict=True)
+    assert made["input_ids"] == expected["input_ids"]

@@ -50,8 +50,8 @@ def parse_footer(data: bytes, where: str) -> Footer:
     """Raises FormatError naming the file as `where`, MissingExtraError."""
     pa, pq = _import()
     try:
-        metadata = pq.read_metadata(pa.BufferReader(_MAGIC + data))
-        schema = metadata.schema.to_arrow_schema()
+        file = pq.ParquetFile(pa.BufferReader(_MAGIC + data), coerce_int96_timestamp_unit=_INT96_UNIT)
+        metadata, schema = file.metadata, file.schema_arrow
         columns = _columns_of(pa, schema, metadata)
         return Footer(columns, _class_names(schema.metadata or {}), metadata)
     except arrow_errors() as error:
@@ -99,8 +99,7 @@ def _columns_of(pa: Any, schema: Any, metadata: Any) -> dict[str, ColumnType]:
     first = 0
     for field in schema:
         end = first + _count_leaves(pa, field.type)
-        is_spark = end == first + 1 <= metadata.num_columns and metadata.schema.column(first).physical_type == "INT96"
-        column = column_type(pa, pa.timestamp(_INT96_UNIT) if is_spark else field.type, tuple(range(first, end)))
+        column = column_type(pa, field.type, tuple(range(first, end)))
         if field.name in columns:
             column = column._replace(content="", reason="a second column of this name")
         columns[field.name] = column

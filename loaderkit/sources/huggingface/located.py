@@ -63,7 +63,7 @@ def _saved(connector: Connector, prefix: str, state: dict[str, Any]) -> Located:
     files = _files_of(connector, prefix, state.get("_data_files"))
     listed = state.get("_indices_data_files") or state.get("_indices_files")
     indices = [] if not listed else _files_of(connector, prefix, listed)
-    columns = state.get("_format_columns")
+    columns = None if state.get("_output_all_columns") else state.get("_format_columns")
     info = _json_of(connector, prefix + _INFO) or {}
     chosen = None if columns is None else _texts(columns, connector, prefix + _STATE)
     return Located(files, indices, _classes_of(info), chosen, None)

@@ -174,7 +174,7 @@ def predicted_saves(folder: Path, rounds: int) -> list[dict[str, float]]:
     import loaderkit
     from loaderkit.checkpoint.timing.costs import CostLog
 
-    megabytes = [64, 128, 256, 512, 1024]
+    megabytes = [128, 256, 512, 1024, 2048]
     logs: list[CostLog] = [CostLog() for _ in megabytes]
     took: list[list[float]] = [[] for _ in megabytes]
     with ExitStack() as stack:

@@ -88,19 +88,31 @@ class FieldGroup(NamedTuple):
     fields: dict[str, Any]
 
 
+_MOST_WHOLE = 1 << 53
+_TOO_LARGE = "it has a whole number beyond 2^53 beside fractions in a list: float64 would round it"
+
+
 def as_array(values: list[Any]) -> Any:
     """A list of numbers, or of such lists of one length, as an array: int64, float64 (also where some are whole) or
-    bool; any other list, and an empty one, as it is. Raises FormatError for whole numbers beyond int64."""
+    bool; any other list, and an empty one, as it is. Raises FormatError for whole numbers beyond int64, and beside fractions
+    for those that float64 does not hold."""
     kind = type_of_all(values)
     if kind is None and {*map(type, values)} == {int, float}:
         kind = float
+        if any(type(value) is int and abs(value) > _MOST_WHOLE for value in values):
+            raise FormatError(_TOO_LARGE)
     if kind is list:
         arrays = list(map(as_array, values))
         is_array = all(type(array) is np.ndarray and array.dtype.kind in "biuf" for array in arrays)
         if not is_array or len({array.shape for array in arrays}) > 1:
             return values
         dtypes = {array.dtype for array in arrays}
-        return values if len(dtypes) > 1 and np.dtype(np.bool_) in dtypes else np.stack(arrays)
+        if len(dtypes) > 1:
+            if np.dtype(np.bool_) in dtypes:
+                return values
+            if any(array.dtype.kind == "i" and (np.abs(array) > _MOST_WHOLE).any() for array in arrays):
+                raise FormatError(_TOO_LARGE)
+        return np.stack(arrays)
     dtype = _DTYPES.get(kind) if kind is not None else None
     if dtype is None:
         return values

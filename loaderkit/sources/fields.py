@@ -12,7 +12,25 @@ from loaderkit._internal.config.settings import as_tuple
 from loaderkit.sources.patterns import Patterns, expand_braces
 
 IMAGE_EXTENSIONS = frozenset(
-    {"jpg", "jpeg", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "avif", "jp2", "j2k"}
+    {
+        "jpg",
+        "jpeg",
+        "jpe",
+        "jfif",
+        "png",
+        "webp",
+        "bmp",
+        "gif",
+        "tif",
+        "tiff",
+        "ppm",
+        "pgm",
+        "pbm",
+        "pnm",
+        "avif",
+        "jp2",
+        "j2k",
+    }
 )
 VIDEO_EXTENSIONS = frozenset({"mp4", "m4v", "mov", "mkv", "webm", "avi"})
 AUDIO_EXTENSIONS = frozenset({"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "mka"})

@@ -10,6 +10,7 @@ import torch
 from pydantic import AfterValidator, Field
 
 from loaderkit.errors import FormatError
+from loaderkit.samples.values import as_array
 
 DTYPES = (
     "bool",
@@ -58,6 +59,8 @@ class FieldOrigin(NamedTuple):
         """Numbers, lists of them, arrays or a tensor in the declared type. Raises FormatError for numbers that the type
         cannot hold."""
         assert self.dtype is not None
+        if isinstance(value, list) and {*map(type, value)} == {int, float}:
+            value = as_array(value)  # which refuses what would be rounded
         try:
             if isinstance(value, torch.Tensor):
                 plain = value.detach().cpu()

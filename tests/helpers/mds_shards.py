@@ -131,6 +131,7 @@ VALUES: dict[str, Callable[[Rng], Any]] = {
     "str": lambda rng: "".join(rng.choices("abc äß日", k=rng.randint(0, 9))),
     "bytes": lambda rng: rng.randbytes(rng.randint(0, 20)),
     "jpeg": lambda rng: rng.randbytes(12),
+    "jpeg:90": lambda rng: rng.randbytes(12),
     "str_int": lambda rng: rng.randint(-(10**15), 10**15),
     "str_float": lambda rng: rng.random(),
     "json": lambda rng: {"a": rng.randint(0, 9), "b": [None, "x"]},

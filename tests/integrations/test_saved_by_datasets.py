@@ -100,3 +100,22 @@ def test_the_cache(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
     config = next((tmp_path / "hub" / "generator").iterdir()).name
     check(Pipeline.huggingface(name="generator", config=config, split="train"), made)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "parquet"])
+def test_values_of_json(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("LOADERKIT_CACHE_DIR", str(tmp_path / "indexes"))
+    datasets.disable_progress_bars()
+    columns = {
+        "one": [{"a": 1}, {"b": [1, 2]}, {"a": None}],
+        "list": [[{"a": 1}, "x"], [None, {"b": {}}], [{"c": "[1]"}, 2]],
+        "struct": [{"text": "[1]", "any": [{"a": 1}, {"a": "x"}]}] * 3,
+    }
+    made = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
+    made.save_to_disk(tmp_path / "huggingface")
+    made.to_parquet(tmp_path / "parquet/a.parquet")
+    source = Pipeline.huggingface if kind == "huggingface" else Pipeline.parquet
+    with loaderkit.build(source(url=str(tmp_path / kind)).shuffle(False).read().batch(3)) as loader:
+        (batch,) = loader
+    assert {name: batch[name] for name in columns} == made[:] == columns

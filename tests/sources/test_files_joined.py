@@ -159,3 +159,8 @@ def test_stages_know_the_fields(tmp_path: Path) -> None:
     pipeline = Pipeline.files(str(tmp_path), fields=PAIRS).read().decode(masks=["mask"]).resize([8, 8], fields=["msak"])
     with pytest.raises(ConfigError, match=r"names the field 'msak'.*mask"):
         loaderkit.build(pipeline.batch(2))
+    for name in ("masks", "instance_masks", "keypoints", "boxes"):
+        named: Any = {"msak": "xyxy"} if name == "boxes" else ["msak"]
+        decoded = Pipeline.files(str(tmp_path), fields=PAIRS).read().decode(**{name: named})
+        with pytest.raises(ConfigError, match=rf"{name}: it names the field 'msak'.*mask"):
+            loaderkit.build(decoded.batch(2))

@@ -160,6 +160,22 @@ def test_a_bomb_of_zarr(name: str, tmp_path: Path) -> None:
         refused(path, r"unpacks to more than \d+ bytes|bytes for what needs \d+ at most")
 
 
+@pytest.mark.parametrize("name", UNPACK)
+def test_a_cut_chunk_is_refused(name: str, tmp_path: Path, rng: random.Random) -> None:
+    """c-blosc reads on behind it, and ends the process."""
+    given = np.random.default_rng(rng.randrange(2**32)).integers(0, 1 << 30, 1 << 14).astype("i4")
+    codec = numcodecs.get_codec({"id": name})
+    for_3 = {"gzip": GzipCodec(), "zstd": ZstdCodec(), "blosc": BloscCodec(typesize=4)}.get(name)
+    for version, compressor in ((2, codec), (3, for_3 or getattr(packed, type(codec).__name__)())):
+        path = tmp_path / f"{version}.zarr"
+        zarr.create_array(path, name="x", data=given, chunks=given.shape, compressors=compressor, zarr_format=version)
+        chunk = path / ("x/0" if version == 2 else "x/c/0")
+        data = chunk.read_bytes()
+        for place in (1, 20, 4000, *rng.sample(range(2, len(data)), 5)):
+            chunk.write_bytes(data[:place])
+            refused(path, "zarr")
+
+
 def test_a_bomb_in_a_shard(tmp_path: Path) -> None:
     bomb = zlib.compress(bytes(BOMB_BYTES))
     kwargs: dict[str, Any] = {"compressors": [packed.Zlib()], "chunks": (1 << 12,), "shards": (1 << 16,)}

@@ -227,7 +227,9 @@ def _check_fields(
         kind = STAGES[stage.kind]
         if kind.decodes:
             is_encoded = False
-            fields = None if fields is None else _with_arrays(fields, stage.args)
+            if fields is not None:
+                _check_annotations(number, stage, fields, add_error)
+                fields = _with_arrays(fields, stage.args)
             if fields is not None and getattr(stage.args, "video", None) is not None:
                 fields = {name: "image" if what == "video" else what for name, what in fields.items()}
         elif kind.needs_images:
@@ -239,6 +241,15 @@ def _check_fields(
         if not kind.is_contained and stage.kind != "filter":
             fields = None  # it may make any fields
             is_encoded = False
+
+
+def _check_annotations(number: int, decode: StageConfig, fields: Mapping[str, str], add_error: AddError) -> None:
+    """Check that there are the fields that `decode` is told to take for masks, boxes and keypoints: a mask by another name
+    would be a picture."""
+    for argument in ("masks", "instance_masks", "boxes", "keypoints"):
+        for name in getattr(decode.args, argument, None) or ():
+            if name not in fields:
+                add_error(number, f"it names the field {name!r}; {nearest(name, fields)}", argument)
 
 
 def _with_arrays(fields: Mapping[str, str], decode: StageArgs) -> Mapping[str, str]:

@@ -25,7 +25,7 @@ def column_of(pa: Any, column: ColumnType, array: Any) -> Column:
     if pa.types.is_null(array.type):
         return NullColumn(column.dtype, column.shape)
     if column.content == "nested":
-        return NestedColumn(pa, array)
+        return NestedColumn(pa, array, column.json)
     array = plain(pa, array)
     if column.content == "number":
         node = node_of(pa, array)

@@ -1,7 +1,7 @@
 """Columns of structs, and of lists of texts, pictures or structs, as values of Python.
 
 A struct is a dict, a list a list, a picture its bytes; numbers and texts are Python's, and a null inside is None. So a chat is
-a list of {role: ..., content: ...}.
+a list of {role: ..., content: ...}. Texts of JSON, where features say so, are what they hold.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from loaderkit.sources.arrow.buffers import node_of, plain, there
 from loaderkit.sources.arrow.columns import NULL, NumberNode, Rows
+from loaderkit.sources.arrow.features import parsed
 from loaderkit.sources.arrow.row_groups import Taken
 from loaderkit.sources.arrow.types import arrow_errors, is_file
 
@@ -18,9 +19,10 @@ from loaderkit.sources.arrow.types import arrow_errors, is_file
 class NestedColumn:
     """Rows of an Arrow array, made when they are taken."""
 
-    def __init__(self, pa: Any, array: Any) -> None:
+    def __init__(self, pa: Any, array: Any, json: Any = None) -> None:
         stored = _without_views(pa, array.type)  # which pyarrow does not take rows from
         self._pa, self._array = pa, array if stored.equals(array.type) else array.cast(stored)
+        self._json = json
         self.num_bytes: int = self._array.nbytes
 
     def take(self, rows: Rows) -> Taken:
@@ -38,7 +40,8 @@ class NestedColumn:
         return Taken(values, _nulls(values, {}))
 
     def _values(self, rows: Rows) -> list[Any]:
-        return values_of(self._pa, self._array.take(self._pa.array(rows)))
+        values = values_of(self._pa, self._array.take(self._pa.array(rows)))
+        return values if self._json is None else [parsed(self._json, value) for value in values]
 
 
 def _nulls(values: list[Any], bad: dict[int, str]) -> dict[int, str]:

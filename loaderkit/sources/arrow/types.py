@@ -24,7 +24,7 @@ class ColumnType(NamedTuple):
 
     `content`: number, text, bytes, file, nested, or null; "" with `reason` if it can be no field. Numbers have NumPy's `dtype`
     and a `shape`, where None stands for any length; of times and decimals `stored` says what they are numbers of, of what is
-    nested its whole type, which `arrow` is to pyarrow.
+    nested its whole type, which `arrow` is to pyarrow. `json` says which texts in it are JSON, see `with_json`.
     """
 
     content: str
@@ -34,6 +34,7 @@ class ColumnType(NamedTuple):
     reason: str = ""
     stored: str = ""
     arrow: Any = None
+    json: Any = None
 
     def __str__(self) -> str:
         shape = ", ".join("any" if length is None else str(length) for length in self.shape)
@@ -134,7 +135,8 @@ def are_alike(one: ColumnType, other: ColumnType) -> bool:
     what is nested, has any type."""
     if "null" in (one.content, other.content) or one.layout == other.layout:
         return True
-    return one.content == other.content == "nested" and _are_alike(one.arrow, other.arrow)
+    are_nested = one.content == other.content == "nested" and one.json == other.json
+    return are_nested and _are_alike(one.arrow, other.arrow)
 
 
 def _are_alike(one: Any, other: Any) -> bool:

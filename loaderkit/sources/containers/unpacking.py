@@ -67,9 +67,11 @@ def unpack_lz4(data: memoryview, most: int) -> Any:
 
 
 def unpack_blosc(data: memoryview, most: int) -> Any:
-    """Of Blosc 1, whose header says the length."""
+    """Of Blosc 1, whose header says both lengths. It is believed by c-blosc, which reads on behind a chunk that is cut."""
     from numcodecs.blosc import Blosc
 
+    if len(data) < 16 or int.from_bytes(data[12:16], "little") != len(data):
+        raise FormatError(f"a chunk is cut or damaged: it has {len(data)} bytes, and its header says another number")
     if int.from_bytes(data[4:8], "little") > most:
         raise _too_long(most)
     return Blosc().decode(data)

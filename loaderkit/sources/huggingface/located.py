@@ -22,12 +22,12 @@ _STATE, _DICT, _INFO = "state.json", "dataset_dict.json", "dataset_info.json"
 
 
 class Located(NamedTuple):
-    """The data files in their order, the files of a mapping of indices, the names of classes by column, the columns of
-    the saved format (None means all), and the expected number of rows (None if that is not known)."""
+    """The data files in their order, the files of a mapping of indices, the features as JSON has them, the columns of the
+    saved format (None means all), and the expected number of rows (None if that is not known)."""
 
     files: list[ObjectInfo]
     indices: list[ObjectInfo]
-    classes: dict[str, list[str]]
+    features: Any
     columns: list[str] | None
     num_rows: int | None
 
@@ -63,10 +63,10 @@ def _saved(connector: Connector, prefix: str, state: dict[str, Any]) -> Located:
     files = _files_of(connector, prefix, state.get("_data_files"))
     listed = state.get("_indices_data_files") or state.get("_indices_files")
     indices = [] if not listed else _files_of(connector, prefix, listed)
-    columns = state.get("_format_columns")
+    columns = None if state.get("_output_all_columns") else state.get("_format_columns")
     info = _json_of(connector, prefix + _INFO) or {}
     chosen = None if columns is None else _texts(columns, connector, prefix + _STATE)
-    return Located(files, indices, _classes_of(info), chosen, None)
+    return Located(files, indices, info.get("features"), chosen, None)
 
 
 def _files_of(connector: Connector, prefix: str, listed: Any) -> list[ObjectInfo]:
@@ -113,7 +113,7 @@ def _in_cache(connector: Connector, folder: str, split: str | None) -> Located:
     num = splits[name].get("num_examples")
     if not files:
         raise SourceError(f"there is no .arrow file of the split {name!r} in {connector.describe(folder)}")
-    return Located(files, [], _classes_of(info), None, num if type(num) is int else None)
+    return Located(files, [], info.get("features"), None, num if type(num) is int else None)
 
 
 def _chosen_split(split: str | None, names: list[str], where: str) -> str:
@@ -132,16 +132,6 @@ def _texts(listed: Any, connector: Connector, key: str) -> list[str]:
             f"{connector.describe(key)} is damaged: it has {type(listed).__name__} where names are expected"
         )
     return listed
-
-
-def _classes_of(info: dict[str, Any]) -> dict[str, list[str]]:
-    """The names of classes by column."""
-    features = info.get("features")
-    return {
-        name: [str(one) for one in feature["names"]]
-        for name, feature in (features.items() if isinstance(features, dict) else ())
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and isinstance(feature.get("names"), list)
-    }
 
 
 def _json_of(connector: Connector, key: str) -> dict[str, Any] | None:

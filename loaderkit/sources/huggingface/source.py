@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, bulk_of,
 from loaderkit.errors import FormatError, LoaderkitError, SourceError
 from loaderkit.samples.sample import FieldRange
 from loaderkit.sources.arrow.choice import check_same, choose, filled_in, wanted_columns, without_nulls
+from loaderkit.sources.arrow.features import class_names, with_json
 from loaderkit.sources.arrow.reader import RowReader
 from loaderkit.sources.arrow.row_groups import RowGroup
 from loaderkit.sources.arrow.types import ColumnType
@@ -71,10 +73,13 @@ class HuggingfaceSource(Source):
         if not num_rows.sum():
             self._found_bad.refuse_empty()
             raise SourceError(f"the {len(self._files)} files of {args.root!r} have no row")
-        self.types = self._columns(tables, wanted_columns(args.columns, args.fields) or located.columns, args)
+        wanted = wanted_columns(args.columns, args.fields) or located.columns
+        self.types = self._columns(tables, wanted, args, located.features)
+        self.is_typed = all(kind.json is None for kind in self.types.values())
+        self.has_untyped_arrays = not self.is_typed
         renamed = {column: field for field, column in (args.fields or {}).items()}
         self.fields = {renamed.get(column, column): column for column in self.types}
-        self.classes = located.classes.get((args.fields or {}).get("label", "label"))
+        self.classes = class_names(located.features).get((args.fields or {}).get("label", "label"))
         self._schemas = [table.schema for table in tables]
         self._starts = np.concatenate([table.starts for table in tables])
         self._lengths = np.concatenate([table.lengths for table in tables])
@@ -129,7 +134,7 @@ class HuggingfaceSource(Source):
         return files, tables
 
     def _columns(
-        self, tables: list[BatchTable], wanted: list[str] | None, args: HuggingfaceArgs
+        self, tables: list[BatchTable], wanted: list[str] | None, args: HuggingfaceArgs, features: Any
     ) -> dict[str, ColumnType]:
         """The columns that become fields, which are the same in all files that have rows."""
         key = "fields" if args.columns is None and args.fields is not None else "columns"
@@ -142,7 +147,7 @@ class HuggingfaceSource(Source):
                 continue
             where = self._connector.describe(info.key)
             if table.schema not in known:
-                known[table.schema] = choose(columns_of(table.schema, where), wanted, key, where)
+                known[table.schema] = choose(with_json(columns_of(table.schema, where), features), wanted, key, where)
             these = known[table.schema]
             types, first = types or these, first or where
             check_same(these, where, types, first)

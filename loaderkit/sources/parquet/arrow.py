@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from loaderkit.errors import FormatError, LoaderkitError
 from loaderkit.sources.arrow.convert import column_of, joined
+from loaderkit.sources.arrow.features import class_names, with_json
 from loaderkit.sources.arrow.row_groups import Column
 from loaderkit.sources.arrow.types import ColumnType, arrow_errors, column_type, import_pyarrow, stored_type
 
@@ -50,10 +51,11 @@ def parse_footer(data: bytes, where: str) -> Footer:
     """Raises FormatError naming the file as `where`, MissingExtraError."""
     pa, pq = _import()
     try:
-        metadata = pq.read_metadata(pa.BufferReader(_MAGIC + data))
-        schema = metadata.schema.to_arrow_schema()
-        columns = _columns_of(pa, schema, metadata)
-        return Footer(columns, _class_names(schema.metadata or {}), metadata)
+        file = pq.ParquetFile(pa.BufferReader(_MAGIC + data), coerce_int96_timestamp_unit=_INT96_UNIT)
+        metadata, schema = file.metadata, file.schema_arrow
+        features = _features_of(schema.metadata or {})
+        columns = with_json(_columns_of(pa, schema, metadata), features)
+        return Footer(columns, class_names(features), metadata)
     except arrow_errors() as error:
         raise FormatError(f"{where}: its footer is damaged: {error}") from error
 
@@ -99,8 +101,7 @@ def _columns_of(pa: Any, schema: Any, metadata: Any) -> dict[str, ColumnType]:
     first = 0
     for field in schema:
         end = first + _count_leaves(pa, field.type)
-        is_spark = end == first + 1 <= metadata.num_columns and metadata.schema.column(first).physical_type == "INT96"
-        column = column_type(pa, pa.timestamp(_INT96_UNIT) if is_spark else field.type, tuple(range(first, end)))
+        column = column_type(pa, field.type, tuple(range(first, end)))
         if field.name in columns:
             column = column._replace(content="", reason="a second column of this name")
         columns[field.name] = column
@@ -118,17 +119,12 @@ def _count_leaves(pa: Any, kind: Any) -> int:
     return sum(_count_leaves(pa, kind.field(number).type) for number in range(kind.num_fields)) or 1
 
 
-def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
-    """The names of classes by column, from the features that Hugging Face's datasets write into a file."""
+def _features_of(metadata: dict[bytes, bytes]) -> Any:
+    """The features that Hugging Face's datasets write into a file, or None."""
     try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        return {
-            name: [str(one) for one in feature["names"]]
-            for name, feature in features.items()
-            if feature.get("_type") == "ClassLabel" and isinstance(feature.get("names"), list)
-        }
-    except (KeyError, TypeError, ValueError, AttributeError):  # another program's
-        return {}
+        return json.loads(metadata[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError, RecursionError):  # another program's
+        return None
 
 
 # ------------------------------------------------------------------------------------------------------------- decoding

@@ -167,6 +167,8 @@ class ParquetSource(Source):
         self.null_columns: list[str] = []
         self._partitions = Partitions([info.key for info in self._files])
         whole = self._collect(load)
+        self.is_typed = all(kind.json is None for kind in self.types.values())
+        self.has_untyped_arrays = not self.is_typed
         renamed = {column: field for field, column in (args.fields or {}).items()}
         self.fields = {renamed.get(column, column): column for column in self.types}
         sliced = _Sliced.of(whole, sum(kind.row_bytes for kind in self.types.values()))

@@ -36,7 +36,8 @@ def encoding_of(text: str) -> Encoding | None:
     if text in ("int", *_SCALARS):
         dtype = np.dtype("int64" if text == "int" else text)
         return Encoding(partial(_scalar, dtype), dtype.itemsize)
-    decode = _OTHERS.get(text)
+    has_quality = name == "jpeg" and (details.isdecimal() or not details)  # of which only its writer knows
+    decode = _OTHERS.get(name if has_quality else text)
     return None if decode is None else Encoding(decode)
 
 

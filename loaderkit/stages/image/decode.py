@@ -56,7 +56,7 @@ from loaderkit.stages.values import channels_last, describe, is_pillow
 from loaderkit.stages.volume.nifti import read_nifti
 
 logger = logging.getLogger("loaderkit")
-_JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jfif"})
+_JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif"})
 _DECODED: frozenset[type] = frozenset({Image, Clip, Pictures, FieldGroup, InPlace, GpuDecoded})
 
 

@@ -1,7 +1,8 @@
 """Turns the pixels of Pillow's pictures into RGB or class numbers, of 8 bits or of 16.
 
 Numbers of 16 bits become 8 by v >> 8, whatever the picture, and 8 bits become 16 by v * 257, so that 255 is 65,535. Class
-numbers stay as they are stored: Pillow spreads numbers of 2 and 4 bits over 0 to 255, which is undone.
+numbers stay as they are stored: that Pillow spreads numbers of 2 and 4 bits over 0 to 255, and turns those round of which 0
+is white, is undone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Depth = Literal[8, 16]
 
 logger = logging.getLogger("loaderkit")
 _STORE_AS_NPY = "store it as .npy, which keeps its numbers"
-_BITS, _NUM_BANDS, _PLANES, _NUMBER_TYPES = 258, 277, 284, 339  # TIFF's tags
+_BITS, _PHOTOMETRIC, _NUM_BANDS, _PLANES, _NUMBER_TYPES = 258, 262, 277, 284, 339  # TIFF's tags
 _SIGNED = 2
 _SPREAD = {"2": 85, "4": 17}  # bits -> by how much Pillow multiplies
 
@@ -45,6 +46,11 @@ class PixelFormat(NamedTuple):
             most = arguments[1] if codec.startswith("ppm") and len(arguments) > 1 else 0
             return cls(arguments[0] if arguments and isinstance(arguments[0], str) else "", most)
         return cls(arguments or "")
+
+    @property
+    def is_turned_round(self) -> bool:
+        """True if 0 is white in the file, and 255 in Pillow."""
+        return "I" in self.raw.partition(";")[2]
 
     @property
     def is_deep(self) -> bool:
@@ -77,6 +83,8 @@ def levels_of(image: Pillow.Image, kind: str, stored: PixelFormat, depth: Depth,
         raise ValueError(f"a picture of 32-bit integers has no levels that could be kept: {_STORE_AS_NPY}")
     if image.mode.startswith("I"):
         values = np.asarray(image).astype(np.uint16) << (4 if stored.raw == "I;12" else 0)
+        if isinstance(image, TiffImagePlugin.TiffImageFile) and image.tag_v2.get(_PHOTOMETRIC) == 0:  # 0 is white
+            values = np.uint16(65520 if stored.raw == "I;12" else 65535) - values
         if depth == 8:
             _say_scale()
         levels = values if depth == 16 else (values >> 8).astype(np.uint8)
@@ -129,7 +137,10 @@ def labels(image: Pillow.Image, stored: PixelFormat, depth: Depth) -> NDArray[An
         remedy = ": `decode: {depth: 16}` keeps its numbers" if is_deep else ""
         raise ValueError(f"a mask has one channel of class numbers up to 255, this one is {image.mode}{remedy}")
     spread = _SPREAD.get(stored.raw.removeprefix("L;")[:1] if image.mode == "L" else "", 1)
-    values: NDArray[Any] = np.array(image).astype(np.uint16 if depth == 16 else np.uint8) // spread
+    values: NDArray[Any] = np.array(image).astype(np.uint16 if depth == 16 else np.uint8)
+    if stored.is_turned_round and image.mode in ("1", "L"):
+        values = values.dtype.type(1 if image.mode == "1" else 255) - values
+    values //= values.dtype.type(spread)
     if stored.most and image.mode != "1":  # Pillow spreads a PPM's levels over all
         values = np.rint(values * (stored.most / (65535 if is_deep else 255))).astype(values.dtype)
     return values[:, :, None]

@@ -125,7 +125,7 @@ def _checked_tools(tools: Any) -> list[Any] | None:
         return None
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"tools are a list of JSON schemas of functions, not {_shortened(tools)}")
-    return [*tools] or None
+    return [*tools]
 
 
 def _shortened(value: Any) -> str:

@@ -126,7 +126,10 @@ class _TokenizeRunner:
         self._args, self._tokenizer, self._failed = args, tokenizer, failed
         self._chats: ChatWriter | None = None
         if args.chat is not None:
-            self._chats = ChatWriter(tokenizer.chat_template(args.template), tokenizer.special_tokens)
+            self._chats, self._tool_chats = (
+                ChatWriter(tokenizer.chat_template(args.template, has_tools=has_tools), tokenizer.special_tokens)
+                for has_tools in (False, args.tools is not None)
+            )
         elif args.max_length is not None and args.special_tokens and tokenizer.num_specials >= args.max_length:
             raise ConfigError(
                 f"stages.{failed.stage}.max_length: {args.max_length} leaves no room for a text, as the tokenizer puts "
@@ -169,7 +172,7 @@ class _TokenizeRunner:
         value, marks = _value(sample, name), args.mask == "prompt"
         if self._chats is not None:
             tools = None if args.tools is None else _value(sample, args.tools)
-            return self._chats.write(value, prompt, tools, marks=marks)
+            return (self._chats if tools is None else self._tool_chats).write(value, prompt, tools, marks=marks)
         before = "" if prompt is None else _text(prompt, str(args.prompt))
         text = before + _text(value, name)
         if self._eos is not None and not text.endswith(self._eos):
@@ -215,7 +218,8 @@ class _TokenizeRunner:
             return fields
         labels = ids.copy()
         if job.written.spans is not None:
-            labels = labels_of(tokens, to_end=self._chats is None)
+            has_end = not tokens.num_cut or self._tokenizer.cuts_left
+            labels = labels_of(tokens, to_end=self._chats is None and has_end)
             if not any(begin < end for begin, end in tokens.parts):
                 self._say("mask", chunk, job, "nothing to learn: all its labels are -100")
         fields[f"{job.prefix}labels"] = labels
@@ -238,7 +242,7 @@ def labels_of(tokens: Tokens, *, to_end: bool) -> NDArray[np.int64]:
     labels = np.full(len(tokens.ids), IGNORED, np.int64)
     for begin, end in tokens.parts:
         if begin < end:
-            until = len(labels) if to_end and not tokens.num_cut else end
+            until = len(labels) if to_end else end
             labels[begin:until] = tokens.ids[begin:until]
     return labels
 
@@ -263,6 +267,10 @@ def _eos_of(args: TokenizeArgs, tokenizer: TextTokenizer) -> str | None:
         return None
     if tokenizer.eos is None:
         raise ConfigError(f"tokenize: {args.tokenizer!r} has no token that ends a text: leave `eos` out")
+    if args.special_tokens:
+        (tokens,) = tokenizer.encode(["a"], specials=True, max_length=None, spans=[()])
+        if tokens.ids[-1] == tokenizer.eos_id:  # it puts one there by itself
+            return None
     return tokenizer.eos
 
 

@@ -105,7 +105,7 @@ class TextTokenizer:
         self.eos_id: int | None = tokenizer.eos_token_id
         self.pad_id: int | None = tokenizer.pad_token_id
         self.num_specials: int = tokenizer.num_special_tokens_to_add()  # around a text
-        self._cuts_left = tokenizer.truncation_side == "left"
+        self.cuts_left = tokenizer.truncation_side == "left"
         self._lock = threading.Lock()  # of what is Python's
         is_rust = isinstance(tokenizer, PreTrainedTokenizerFast)
         # One that does more than the Rust tokenizer behind it is called as a whole.
@@ -120,17 +120,20 @@ class TextTokenizer:
     def _digest(self) -> str:
         """16 hexadecimal digits of all that tokens depend on."""
         vocabulary = self._tokenizer.get_vocab() if self._rust is None else self._rust.to_str()
-        parts = [type(self._tokenizer).__name__, vocabulary, self.template, self.special_tokens, self._cuts_left]
+        parts = [type(self._tokenizer).__name__, vocabulary, self.template, self.special_tokens, self.cuts_left]
         return blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
-    def chat_template(self, path: str | None) -> str:
-        """The chat template in a file, or the tokenizer's own. Raises ConfigError."""
+    def chat_template(self, path: str | None, *, has_tools: bool = False) -> str:
+        """The chat template in a file, or the tokenizer's own, of several that for chats with tools, as transformers takes it.
+        Raises ConfigError."""
         if path is not None:
             try:
-                return Path(path).read_text("utf-8")
+                return Path(path).read_text("utf-8-sig")
             except (OSError, ValueError) as error:
                 raise ConfigError(f"tokenize: the chat template {path!r} cannot be read: {error}") from error
-        template = self.template.get("default") if isinstance(self.template, Mapping) else self.template
+        template = self.template
+        if isinstance(template, Mapping):
+            template = template.get("tool_use" if has_tools and "tool_use" in template else "default")
         if not isinstance(template, str):
             raise ConfigError(
                 "tokenize: the tokenizer has no chat template: name a file with one in `template`, or, for plain text, the "
@@ -153,7 +156,7 @@ class TextTokenizer:
         for encoding, these in zip(encode(list(texts), add_special_tokens=False), spans, strict=True):
             num_cut = 0 if room is None else max(0, len(encoding) - room)
             if num_cut:
-                encoding.truncate(room, direction="left" if self._cuts_left else "right")
+                encoding.truncate(room, direction="left" if self.cuts_left else "right")
             parts = parts_of(encoding, these)
             if num_specials:
                 encoding = self._rust.post_process(encoding)  # noqa: PLW2901 - it takes up the other
@@ -165,12 +168,12 @@ class TextTokenizer:
         num_cut = 0 if max_length is None else max(0, len(tokens.ids) - max_length)
         if not num_cut:
             return tokens
-        kept = slice(num_cut, None) if self._cuts_left else slice(max_length)
+        kept = slice(num_cut, None) if self.cuts_left else slice(max_length)
         return Tokens(tokens.ids[kept], self._moved(tokens.parts, 0, num_cut, len(tokens.ids) - num_cut), num_cut)
 
     def _moved(self, parts: Spans, first: int, num_cut: int, num_kept: int) -> Spans:
         """Where parts are once `num_cut` tokens were cut: behind the `first`, or at the end."""
-        if self._cuts_left:
+        if self.cuts_left:
             return [(max(first, begin - num_cut), max(first, end - num_cut)) for begin, end in parts]
         return [(min(begin, num_kept), min(end, num_kept)) for begin, end in parts]
 

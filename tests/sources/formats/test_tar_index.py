@@ -283,6 +283,14 @@ def test_bad_checksum_in_the_middle_names_the_offset() -> None:
         scanned(bytes(data))
 
 
+def test_one_block_of_zeros_is_no_end() -> None:
+    """A page of a file that was lost, with members behind it."""
+    data = bytearray(archive([("a.txt", b"x"), ("b.txt", b"x")], "ustar"))
+    data[1024:1536] = bytes(512)
+    with pytest.raises(FormatError, match=r"byte 1024: zeros in the place of a header"):
+        scanned(bytes(data))
+
+
 def test_joined_archives_are_warned_about() -> None:
     data = archive([("a.txt", b"x")])
     with pytest.warns(UserWarning, match="data after the end-of-archive mark"):

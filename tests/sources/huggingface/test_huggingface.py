@@ -168,6 +168,9 @@ def test_classes_and_columns(rng: random.Random, tmp_path: Path) -> None:
         assert list(next(iter(loader))) == ["label", "x", "__key__"]
     with loaderkit.build(pipeline_of([], url=url, fields={"text": "y"})) as loader:
         assert list(next(iter(loader))) == ["text", "__key__"]
+    put(tmp_path / "saved", {"state.json": json.dumps(state | {"_output_all_columns": True}).encode()})
+    with loaderkit.build(pipeline_of([], url=url)) as loader:
+        assert list(next(iter(loader))) == ["label", "x", "y", "__key__"]
 
 
 # ------------------------------------------------------------------------------------------------- what is damaged

@@ -61,6 +61,20 @@ def test_times_of_spark_do_not_overflow() -> None:
             assert next(iter(loader))["x"].tolist() == fits
 
 
+def test_times_of_spark_in_lists_and_structs() -> None:
+    far = 253_370_764_800_000_000  # the year 9999, in microseconds
+    column = pa.array([[far], [-(10**15), 0]], pa.list_(pa.timestamp("us")))
+    pairs = pa.StructArray.from_arrays([column, pa.array(["a", "b"])], ["at", "word"])
+    file = io.BytesIO()
+    table = pa.table({"lists": column, "pairs": pairs, "x": [1, 2]})
+    pq.write_table(table, file, use_deprecated_int96_timestamps=True)
+    with build({"x.parquet": file.getvalue()}, {"ragged": {"lists": "list"}}) as loader:
+        (batch,) = loader
+    assert [one.tolist() for one in batch["lists"]] == [[far], [-(10**15), 0]]
+    assert batch["pairs"] == [{"at": [far], "word": "a"}, {"at": [-(10**15), 0], "word": "b"}]
+    assert batch["x"].tolist() == [1, 2]
+
+
 def test_a_decimal_that_float64_cannot_hold_is_a_bad_sample(rng: random.Random) -> None:
     texts = ["1.50", "123456789012345.67", None, "-0.07"]
     column = pa.array([None if text is None else Decimal(text) for text in texts], pa.decimal128(38, 2))

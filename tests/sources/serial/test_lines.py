@@ -148,6 +148,9 @@ def test_lists_of_numbers_are_arrays() -> None:
         assert as_array(values) is values
     with pytest.raises(FormatError, match="beyond 64 bits"):
         as_array([2**64])
+    for values in ([2**53 + 1, 0.5], [[2**53 + 1], [0.5]]):
+        with pytest.raises(FormatError, match="float64 would round it"):
+            as_array(values)
 
 
 def batches(pipeline: Pipeline, **overrides: Any) -> list[dict[str, Any]]:

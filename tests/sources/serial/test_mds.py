@@ -101,6 +101,7 @@ def test_what_is_not_read_is_named(rng: random.Random) -> None:
     for damaged, said in (
         (changed(one, column_encodings=["pkl"]), "the encoding 'pkl', which runs code when it is read"),
         (changed(one, column_encodings=["other"]), "the encoding 'other', which is not known"),
+        (changed(one, column_encodings=["jpeg:best"]), "the encoding 'jpeg:best', which is not known"),
         ({**files, "index.json": pickled}, "has other columns than the first one|runs code"),
         (changed(files, zip_data={"basename": "x.zstd"}), r"shard\.00001\.mds' is compressed"),
         (changed(files, version=1), "is no MDS of version 2"),

@@ -125,6 +125,34 @@ def test_sixteen_bits_have_one_scale_whatever_the_picture(
     assert np.array_equal(mask.numpy()[0], values)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_tiff_of_which_0_is_white(dtype: Any, tmp_path: Path, rng: Any) -> None:
+    """A picture is turned round, class numbers are not."""
+    most = np.iinfo(dtype).max
+    values = grey16(rng, most).astype(dtype)
+    for depth in (8, 16):
+        levels: Any = (most - values).astype(np.uint16)
+        levels = levels * np.uint16(257) if most == 255 and depth == 16 else levels
+        levels = levels >> 8 if most > 255 and depth == 8 else levels
+        found = first(tmp_path, "a.tif", tiff(values, photometric=0), depth=depth).numpy()
+        assert np.array_equal(found, np.broadcast_to(levels.astype(found.dtype), (3, *values.shape)))
+    mask = first(tmp_path, "b.tif", tiff(values, photometric=0), depth=8 if most == 255 else 16, masks=["image"])
+    assert np.array_equal(mask.numpy()[0], values)
+
+
+def test_masks_of_one_bit(tmp_path: Path, rng: Any) -> None:
+    """In a PBM 1 is black, and in a TIFF 0 may be white."""
+    values = np.array([[rng.randint(0, 1) for _ in range(16)] for _ in range(7)], np.uint8)
+    packed = np.packbits(values, axis=1)
+    files = {"a.pbm": b"P4 16 7\n" + packed.tobytes()}
+    for photometric in (0, 1):
+        file = io.BytesIO()
+        Image.fromarray(values.astype(bool) ^ (photometric == 0)).save(file, "tiff", tiffinfo={262: photometric})
+        files[f"{photometric}.tif"] = file.getvalue()
+    for name, data in files.items():
+        assert np.array_equal(first(tmp_path, name, data, masks=["image"]).numpy()[0], values)
+
+
 def test_colours_of_sixteen_bits(tmp_path: Path, rng: Any, said: pytest.LogCaptureFixture) -> None:
     values = np.stack([grey16(rng, 65535) for _ in range(3)], 2)
     planes = np.ascontiguousarray(values.transpose(2, 0, 1))

@@ -249,6 +249,10 @@ class TarScanner:
     def _end_mark(self, position: int, extended: _Extended) -> None:
         if extended.is_pending:
             self._fail(position, "the archive ends after an extended header, before its member; it is damaged")
+        if position + 2 * _BLOCK <= self._num_bytes and any(self._window.take(position + _BLOCK, _BLOCK)):
+            self._fail(
+                position, "zeros in the place of a header, and not of two: the archive is damaged; copy it again"
+            )
         if any(self._window.rest_after(position + _BLOCK)):
             self._warn(
                 f"{self.where}: data after the end-of-archive mark at byte {position} is not read; "

@@ -220,7 +220,10 @@ class _Replacer:
         if isinstance(value, torch.optim.Optimizer):
             return self._optimizer(value, path)
         self.objects.append(name)
-        return value.state_dict()
+        made = value.state_dict()
+        if isinstance(made, Mapping):
+            _check_keys(name, made)
+        return made
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: Path) -> Any:
         modules = modules_in(self._state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,28 @@ class FieldGroup(NamedTuple):
     """Several fields from the bytes of one (an .npz file): name -> `Encoded`, `InPlace` or value. `decode` unpacks it."""
 
     fields: dict[str, Any]
+
+
+def owned(value: Any) -> Any:
+    """A value of a data set's in memory of its own, with the tensors, arrays, lists, tuples and dicts in it. Other objects are
+    the same ones."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, (np.ndarray, bytearray)):
+        return value.copy()
+    if isinstance(value, tuple):
+        items = map(owned, value)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        copied = copy(value)
+        copied[:] = map(owned, value)
+        return copied
+    if isinstance(value, dict):
+        table = copy(value)
+        for key, item in value.items():
+            table[key] = owned(item)
+        return table
+    return value
 
 
 _MOST_WHOLE = 1 << 53

@@ -21,7 +21,7 @@ from loaderkit.engine.work import Stage
 from loaderkit.samples.chunk import FieldSpec, SampleChunk, SampleFailure
 from loaderkit.samples.sample import Sample
 from loaderkit.samples.slots import LEAST_LENT, Slots, TakeBytes, new_tensor
-from loaderkit.samples.values import Clip, Encoded, GpuDecoded, Image, InPlace, Pictures
+from loaderkit.samples.values import Clip, Encoded, GpuDecoded, Image, InPlace, Pictures, owned
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind
 from loaderkit.stages.image.alignment import check_masks
@@ -415,9 +415,7 @@ def _listed(value: Any, name: str, spec: FieldSpec) -> Any:
         return [to_tensor(image).clone(memory_format=torch.contiguous_format) for image in value.images]
     if isinstance(value, Encoded):
         value = value.data
-    if isinstance(value, np.ndarray) and value.base is not None:
-        return value.copy()
-    return bytes(value) if isinstance(value, memoryview) else value
+    return bytes(value) if isinstance(value, memoryview) else owned(value)
 
 
 def _compile(stage: StageConfig, context: CompileContext) -> Stage:

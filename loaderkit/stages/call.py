@@ -29,9 +29,10 @@ from loaderkit.engine.work import Stage
 from loaderkit.errors import USER_ERRORS, ConfigError
 from loaderkit.samples.chunk import BatchContext
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Clip, Encoded, Image, Pictures
+from loaderkit.samples.values import Clip, Encoded, Image, Pictures, owned
 from loaderkit.sampling.global_generators import seeded_by
 from loaderkit.sampling.random import generator
+from loaderkit.sources.objects.reader import ItemSource
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind, Stream
 from loaderkit.stages.media.clips import as_clip
@@ -172,9 +173,14 @@ def _bound(function: Callable[..., Any], arguments: Mapping[str, Any], args: Cal
     return bound
 
 
-def call_on_sample(function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None) -> Sample:
-    """The sample after the call. Images become tensors for it, and images again after it if they still are."""
+def call_on_sample(
+    function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None, *, is_kept: bool = False
+) -> Sample:
+    """The sample after the call. Images become tensors for it, and images again after it if they still are. `is_kept`: a data
+    set may keep its values, so the function gets copies."""
     given = given_of(sample, key)
+    if is_kept:
+        given = {name: owned(value) for name, value in given.items()}
     copies = {name: given[name] for name, value in sample.items() if type(value) is Encoded}
     return taken_of(sample, copies, merged(given, function(given, rng)))
 
@@ -280,9 +286,19 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
     if is_batch:
         run_batch = _on_batches(function, keys if wants_rng else None)
         return stage.ready("batch", run_batch, close=close, owner=owner)
-    call = filter_sample if isinstance(args, FilterArgs) else call_on_sample
+    call: Callable[..., Any] = filter_sample if isinstance(args, FilterArgs) else call_on_sample
+    if call is call_on_sample and isinstance(context.source, ItemSource) and _is_first_call(stage, context):
+        call = partial(call_on_sample, is_kept=True)
     run = each_call(partial(call, function), keys if wants_rng else None, context.source, context.failed(stage))
     return stage.ready("sample", run, close=close, owner=owner)
+
+
+def _is_first_call(stage: StageConfig, context: CompileContext) -> bool:
+    """True if no function before this one has made values of its own."""
+    kinds = [
+        one for one in context.before_batch if isinstance(one.args, CallArgs) and not isinstance(one.args, FilterArgs)
+    ]
+    return bool(kinds) and kinds[0] is stage
 
 
 def limited(name: str, args: CallArgs, stream: Stream | None) -> tuple[Callable[..., Any], bool, TimeLimit | None, Any]:

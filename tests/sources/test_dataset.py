@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import loaderkit
 from loaderkit import Pipeline
-from loaderkit.errors import StageError
+from loaderkit.errors import SourceError, StageError
 
 INLINE = {"prefetch.executor": "inline"}
 
@@ -114,13 +114,78 @@ def test_one_bad_item_among_good_ones_is_named(kind: str, data_set: Any) -> None
             assert "6" not in batch["__key__"]
 
 
-@pytest.mark.parametrize("answer", [None, (), [1], [1, 2, 3, 4, 5, 6]])
-def test_what_is_no_list_of_as_many_items_is_not_believed(answer: Any) -> None:
-    class Odd(Items):
-        def __getitems__(self, indices: list[int]) -> Any:
-            return answer
+def doubles(sample: dict[str, Any]) -> None:
+    """In place, a tensor and what is in a list."""
+    sample["x"] *= 2
+    sample["boxes"][0] *= 2
+    sample["names"].append("seen")
 
-    with loaderkit.build(
-        Pipeline.dataset(Odd(KINDS["numbers"])).shuffle("none").read().batch(5), overrides=INLINE
-    ) as loader:
+
+class Kept(Dataset[Any]):
+    """Gives what it keeps."""
+
+    def __init__(self) -> None:
+        self.x = torch.arange(30.0).reshape(10, 3)
+        self.boxes = [torch.full((1,), float(number)) for number in range(10)]
+        self.names: list[list[str]] = [[] for _ in range(10)]
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.x[index], "boxes": [self.boxes[index]], "names": self.names[index]}
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+def test_a_function_that_changes_values_in_place_changes_none_of_the_data_set(executor: str) -> None:
+    data = Kept()
+    pipeline = Pipeline.dataset(data).shuffle("none").read().call(doubles).batch(4)
+    with loaderkit.build(pipeline, overrides={"prefetch.executor": executor}) as loader:
+        for _ in range(2):
+            batches = list(loader)
+            assert torch.equal(torch.cat([batch["x"] for batch in batches]), 2 * torch.arange(30.0).reshape(10, 3))
+            assert [int(boxes[0]) for batch in batches for boxes in batch["boxes"]] == list(range(0, 20, 2))
+            assert all(names == ["seen"] for batch in batches for names in batch["names"])
+    assert torch.equal(data.x, torch.arange(30.0).reshape(10, 3))
+    assert data.names == [[] for _ in range(10)]
+
+
+def test_what_a_loop_changes_is_none_of_the_data_set() -> None:
+    data = Kept()
+    with loaderkit.build(Pipeline.dataset(data).shuffle("none").read().batch(4), overrides=INLINE) as loader:
+        for batch in loader:
+            batch["boxes"][0][0].add_(1)
+            batch["names"][0].append("seen")
+    assert [int(box) for box in data.boxes] == list(range(10))
+    assert data.names == [[] for _ in range(10)]
+
+
+@pytest.mark.parametrize("make", [tuple, np.array, torch.tensor])
+def test_getitems_may_return_any_sequence(make: Any) -> None:
+    data = AtOnce(KINDS["numbers"])
+    data.__getitems__ = lambda indices: make([10 * index for index in indices])  # type: ignore[method-assign]
+    with loaderkit.build(Pipeline.dataset(data).shuffle("none").read().batch(5), overrides=INLINE) as loader:
+        assert [batch["0"].tolist() for batch in loader] == [[0, 10, 20, 30, 40], [50, 60, 70, 80, 90]]
+
+
+@pytest.mark.parametrize("returned", [{"a": 1}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], None, 3])
+def test_getitems_that_returns_others_is_refused(returned: Any) -> None:
+    data = AtOnce(KINDS["numbers"])
+    data.__getitems__ = lambda indices: returned  # type: ignore[method-assign]
+    pipeline = Pipeline.dataset(data).shuffle("none").read().batch(5)
+    with (
+        pytest.raises(SourceError, match=r"__getitems__ was asked for"),
+        loaderkit.build(pipeline, overrides=INLINE) as loader,
+    ):
+        list(loader)
+
+
+def test_getitems_that_raises_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def raises(indices: list[int]) -> Any:
+        raise OSError("the store is down")
+
+    data = AtOnce(KINDS["numbers"])
+    data.__getitems__ = raises  # type: ignore[method-assign]
+    with loaderkit.build(Pipeline.dataset(data).shuffle("none").read().batch(5), overrides=INLINE) as loader:
         assert [batch["0"].tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert caplog.text.count("__getitems__ raised OSError: the store is down") == 1

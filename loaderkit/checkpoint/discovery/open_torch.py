@@ -89,7 +89,7 @@ def open_common(checkpoint: Checkpoint, info: ObjectInfo, fetch: Fetch) -> None:
     name = info.key[len(checkpoint.prefix) :]
     try:
         archive = _archive(checkpoint, info, head, fetch)
-        leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled))
+        leaves = flatten(archive.value, _is_view, max(1000, archive.num_pickled), seen=collect(checkpoint.containers))
     except (FormatError, CheckpointError) as error:
         raise type(error)(f"{checkpoint.describe(info.key)}: {error}") from None
     opaque = [own for own, leaf in leaves.items() if opaque_in(leaf.value) is not None]

@@ -181,9 +181,21 @@ def _unfillable(tensor: torch.Tensor) -> str | None:
         return "is on the meta device and has no memory: call model.to_empty(device=...) first"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return f"has the layout {tensor.layout}, or is quantised or conjugated: only plain tensors are filled"
-    if 0 in tensor.stride() and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        return "is expanded: its elements share memory"
+    if shares_elements(tensor):
+        return "is expanded, or overlaps itself: its elements share memory"
     return None
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """True if elements of a tensor lie in the same memory, as after `expand`."""
+    if tensor.is_contiguous():
+        return False
+    room = 1  # the elements that those of smaller strides span
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride < room:
+            return True
+        room = stride * size
+    return False
 
 
 def _difference(
@@ -225,10 +237,22 @@ def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> li
             warn_same_memory(checkpoint, first, name)
         last[identity(tensor)] = name
     chosen = set(last.values())
+    overlapping = that_overlap({name: local_of(tensor) for name, tensor in targets.items() if name in chosen})
+    if overlapping is not None:
+        raise CheckpointError(f"{overlap_of(*overlapping)}; nothing was written. {GIVE_MEMORY}")
+    return [name for name in targets if name in chosen]
+
+
+def overlap_of(one: str, other: str) -> str:
+    """What is wrong with two tensors."""
+    return f"{one!r} and {other!r} share a part of their memory, so filling one would change the other"
+
+
+def that_overlap(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Two of the tensors that share a part of their memory; None if there are none."""
     extents = []
-    locals_ = {name: local_of(tensor) for name, tensor in targets.items()}
-    for name, tensor in locals_.items():
-        if name in chosen and tensor.numel():
+    for name, tensor in tensors.items():
+        if tensor.numel():
             start = tensor.data_ptr()
             spanned = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
             extents.append((str(tensor.device), start, start + spanned * tensor.itemsize, name))
@@ -237,15 +261,12 @@ def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> li
     for extent in extents:
         device, start, end, name = extent
         if farthest is not None and device == farthest[0]:
-            if start < farthest[2] and _share_bytes(locals_[name], locals_[farthest[3]]):
-                raise CheckpointError(
-                    f"{farthest[3]!r} and {name!r} share a part of their memory, so filling one would change the other; "
-                    "nothing was written. Give each a memory of its own"
-                )
+            if start < farthest[2] and _share_bytes(tensors[name], tensors[farthest[3]]):
+                return farthest[3], name
             if end <= farthest[2]:
                 continue
         farthest = extent
-    return [name for name in targets if name in chosen]
+    return None
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:

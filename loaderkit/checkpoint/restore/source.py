@@ -236,6 +236,8 @@ class OpenCheckpoint:
             return self._structure
         if contents.tells_containers:
             return Structure(contents.containers, is_complete=True)
+        if contents.containers:  # of Megatron's `common.pt`, and of nothing else
+            return Structure(contents.containers, is_complete=False)
         if not contents.values and not contents.pickled:
             return _UNKNOWN
         return parsed_structure(self.plain_values(structure_names((*contents.values, *contents.pickled))))

@@ -6,6 +6,7 @@ state ─> leaves ─> object: its state_dict, filled in place where it has the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ from loaderkit.checkpoint.restore.requests import (
     GIVE_MEMORY,
     SAME_MEMORY,
     identity,
+    overlap_of,
     stores_memory_once,
+    that_overlap,
     warn_same_memory,
 )
 from loaderkit.checkpoint.restore.selection import Strictness, matches
@@ -35,6 +38,7 @@ from loaderkit.checkpoint.wrappers import wrapper_hint
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError
 
+logger = logging.getLogger("loaderkit")
 _NUM_LISTED = 8
 _STRICT = Strictness()
 
@@ -294,6 +298,10 @@ class _Targets:
                     self._same[kept] = kept = full
         for full in self._same:
             del self.flat[full]
+        filled = {name: tensor for name, *_ in by_memory.values() if _is_plain(tensor := self.flat.get(name))}
+        overlapping = that_overlap(filled)
+        if overlapping is not None:  # right if they did when they were saved
+            logger.warning("%s, unless they did so when they were saved. %s", overlap_of(*overlapping), GIVE_MEMORY)
 
     def check(self) -> None:
         """Raise CheckpointError if names are missing, or do not fit."""
@@ -362,3 +370,7 @@ def _put(container: Any, path: Path, value: Any) -> Any:
     if container[key] is not inner:
         container[key] = inner
     return container
+
+
+def _is_plain(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta

@@ -6,7 +6,8 @@ tuple if `fields` names several, or if there is a tensor in it. Anything else is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,8 @@ from loaderkit.sources.objects.args import DatasetArgs, open_object
 from loaderkit.sources.objects.checks import seen_alike
 from loaderkit.sources.objects.reader import ItemSource
 from loaderkit.sources.typed_fields import FieldOrigin
+
+logger = logging.getLogger("loaderkit")
 
 
 def _size_of(dataset: Any) -> int:
@@ -60,6 +63,7 @@ class DatasetSource(ItemSource):
         self._single = "0" if self._fields is None else self._fields[0] if len(self._fields) == 1 else None
         self._name = type(dataset).__qualname__
         self._get_many = getattr(dataset, "__getitems__", None)
+        self._is_said = False
         if size is None:
             size = _size_of(dataset)
             size = size if args.limit is None else min(size, args.limit)
@@ -83,14 +87,32 @@ class DatasetSource(ItemSource):
         return self._name
 
     def items(self, indices: list[int]) -> list[Any] | None:
-        """The result of `__getitems__`, which torch's DataLoader calls too; None if the object lacks it."""
+        """The result of `__getitems__`, which torch's DataLoader calls too; None if the object lacks it. Raises SourceError for
+        what is no sequence of so many items."""
         if self._get_many is None:
             return None
         try:
             items = ending_forks(self._get_many)(indices)
-            return items if isinstance(items, list) and len(items) == len(indices) else None
-        except USER_ERRORS:
+        except USER_ERRORS as error:
+            self._say_one_by_one(error)
             return None  # one item is bad; taking them one by one shows which
+        num = len(items) if isinstance(items, (Sequence, np.ndarray, torch.Tensor)) else None
+        if num != len(indices):
+            what = f"a {type(items).__name__}" + ("" if num is None else f" of {num} items")
+            raise SourceError(
+                f"{self._name}.__getitems__ was asked for {len(indices)} items, and returned {what}: return a list"
+            )
+        return list(items)
+
+    def _say_one_by_one(self, error: BaseException) -> None:
+        if not self._is_said:
+            self._is_said = True
+            logger.warning(
+                "%s.__getitems__ raised %s: %s. Its items are taken one by one then, by __getitem__ (said once)",
+                self._name,
+                type(error).__name__,
+                error,
+            )
 
     def sample(self, item: Any) -> Sample:
         sample = self._whole(item)

@@ -96,6 +96,10 @@ class TestMegatron:
         assert restored.pop("rng").tolist() == [0, 1, 2]
         assert restored == {"decoder._extra_state/shard_0_1": [b"fp8"], "iteration": 100, "scheduler.lr": 0.5}
         assert "common.pt: args" in caplog.text
+        more = {"grad_scaler": {}, "groups": [{"t": (torch.ones(1), 2)}], "none": []}
+        torch.save(common | more, folder / "common.pt")
+        nested = loaderkit.restore(tmp_path, nested=True)
+        assert {name: nested[name] for name in more} == more
         assert latest(tmp_path) == str(folder)
 
     def test_names_of_iterations(self, tmp_path: Path) -> None:

@@ -260,3 +260,51 @@ def test_a_checkpoint_of_before_has_the_names_of_wrappers(one_rank: None, tmp_pa
     save_dcp({"model": models[0].state_dict()}, tmp_path / "step")
     restore_state(str(tmp_path / "step"), {"model": models[1]}, timeout_s=60.0)
     assert torch.equal(*(next(model.parameters()) for model in models))
+
+
+class Keeps:
+    """An object whose state is a table of any keys."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        self.table = table
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.table
+
+    def load_state_dict(self, table: dict[Any, Any]) -> None:
+        self.table = table
+
+
+@Formats
+def test_keys_of_the_state_of_an_object(kind: str, tmp_path: Path) -> None:
+    """They come back as they were, or are refused: not as text."""
+    whole = Keeps({})
+    there_and_back(tmp_path / "whole", {"o": Keeps({0: torch.ones(1), 7: 2})}, {"o": whole}, kind)
+    assert whole.table == {0: torch.ones(1), 7: 2}
+    odd: list[dict[Any, Any]] = [{0: 1, "name": 2}, {(0, 1): torch.ones(2)}, {None: 1}, {True: 1}, {1.5: 1}, {b"a": 1}]
+    for number, table in enumerate(odd):
+        with (
+            loaderkit.CheckpointManager(tmp_path / str(number), format=kind) as checkpoints,
+            pytest.raises(ConfigError, match="the keys of 'o' are not all text"),
+        ):
+            checkpoints.save(1, {"o": Keeps(table)}, wait=True)
+
+
+@Formats
+def test_a_tensor_that_shares_its_elements_is_not_filled(kind: str, tmp_path: Path) -> None:
+    """All is compared first, so the others keep what they had."""
+    saved = {"a": torch.ones(3), "x": torch.ones(4, 4), "z": torch.ones(3)}
+    for number, shared in enumerate((torch.zeros(1).expand(4, 4), torch.zeros(10).as_strided((4, 4), (1, 1)))):
+        state = {"a": torch.zeros(3), "x": shared, "z": torch.zeros(3)}
+        with pytest.raises(CheckpointError, match=r"'?x'? is expanded, or overlaps itself"):
+            there_and_back(tmp_path / str(number), saved, state, kind)
+        assert not torch.cat([state["a"], state["z"]]).any()
+    kept = torch.zeros(4, 8)[:, ::2].t()  # has gaps, and shares none
+    there_and_back(tmp_path / "fits", {"x": torch.ones(4, 4)}, {"x": kept}, kind)
+    assert kept.all()
+
+
+def test_tensors_that_share_a_part_of_their_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory = torch.arange(4.0)
+    there_and_back(tmp_path, {"a": torch.ones(3), "b": torch.full((3,), 2.0)}, {"a": memory[:3], "b": memory[1:]})
+    assert "'a' and 'b' share a part of their memory" in caplog.text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -298,7 +298,9 @@ class _Targets:
                     self._same[kept] = kept = full
         for full in self._same:
             del self.flat[full]
-        filled = {name: tensor for name, *_ in by_memory.values() if _is_plain(tensor := self.flat.get(name))}
+        filled: dict[str, torch.Tensor] = {
+            name: tensor for name, *_ in by_memory.values() if _is_plain(tensor := self.flat.get(name))
+        }
         overlapping = that_overlap(filled)
         if overlapping is not None:  # right if they did when they were saved
             logger.warning("%s, unless they did so when they were saved. %s", overlap_of(*overlapping), GIVE_MEMORY)
@@ -372,5 +374,5 @@ def _put(container: Any, path: Path, value: Any) -> Any:
     return container
 
 
-def _is_plain(tensor: Any) -> bool:
+def _is_plain(tensor: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta

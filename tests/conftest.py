@@ -46,7 +46,7 @@ HELPERS = ROOT / "tests" / "helpers"
 INTEGRATION_TESTS = {
     ROOT / "tests" / place
     for place in ("engine/ray", "integrations/test_ray_data.py", "integrations/test_ray_train.py",
-                  "integrations/test_tokenize.py", "integrations/test_tokenize_parts.py",
+                  "integrations/test_tokenize.py", "integrations/test_tokenize_ends.py", "integrations/test_tokenize_parts.py",
                   "metrics/test_with_ray.py", "stages/test_torchvision.py", "profile/port/test_with_torchvision.py")
 }  # fmt: skip
 

@@ -89,6 +89,9 @@ class FieldGroup(NamedTuple):
     fields: dict[str, Any]
 
 
+_PLAIN = (int, float, str, bool, bytes)
+
+
 def owned(value: Any) -> Any:
     """A value of a data set's in memory of its own, with the tensors, arrays, lists, tuples and dicts in it. Other objects are
     the same ones."""
@@ -96,18 +99,16 @@ def owned(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, (np.ndarray, bytearray)):
         return value.copy()
-    if isinstance(value, tuple):
-        items = map(owned, value)
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        copied = copy(value)
-        copied[:] = map(owned, value)
+    if isinstance(value, (list, dict)):
+        copied: Any = copy(value)
+        if isinstance(value, dict):
+            copied.update({key: owned(item) for key, item in value.items()})
+        elif type_of_all(value) not in _PLAIN:
+            copied[:] = map(owned, value)
         return copied
-    if isinstance(value, dict):
-        table = copy(value)
-        for key, item in value.items():
-            table[key] = owned(item)
-        return table
+    if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):  # a named one
+        make = getattr(value, "_make", tuple)
+        return make(map(owned, value))
     return value
 
 

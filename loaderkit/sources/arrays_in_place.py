@@ -12,6 +12,7 @@ Allowed for fields that no stage but `decode` sees before `batch`.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +74,16 @@ class InPlaceReads:
         return read
 
     def _array(
-        self, chunk: SampleChunk, slot: int, field: str, byte_range: ByteRange, header: NpyHeader
+        self,
+        chunk: SampleChunk,
+        slot: int,
+        field: str,
+        byte_range: ByteRange,
+        header: NpyHeader,
+        member: NpzMember | None = None,
     ) -> InPlace | None:
-        """Read the numbers of the array in `byte_range`, if they fit the batch."""
+        """Read the numbers of the array in `byte_range`, if they fit the batch. Raises FormatError if the CRC of an archive's
+        member is another."""
         num_bytes = header.num_bytes
         if not self._is_for(chunk, field, header) or num_bytes < LEAST_BYTES:
             return None
@@ -86,10 +94,13 @@ class InPlaceReads:
         if slots is not None:
             memory = slots.memory[slot * num_bytes : (slot + 1) * num_bytes]
             self._reader(byte_range)(header.data_start, memory.data)
+            _check_numbers(member, header, memory.data)
             return InPlace(num_bytes)
         tensor = new_tensor(header.shape, getattr(torch, header.dtype.name), work_item.take_bytes)
         if work_item.specs:
-            self._reader(byte_range)(header.data_start, tensor.numpy().reshape(-1).view(np.uint8).data)
+            numbers = tensor.numpy().reshape(-1).view(np.uint8).data
+            self._reader(byte_range)(header.data_start, numbers)
+            _check_numbers(member, header, numbers)
         return InPlace(num_bytes, tensor)
 
     def _archive(self, chunk: SampleChunk, slot: int, byte_range: ByteRange) -> FieldGroup | None:
@@ -109,10 +120,12 @@ class InPlaceReads:
         for member, part in zip(members, inside, strict=True):
             in_place = None
             if self._fits(chunk, member):
-                in_place = self._array(chunk, slot, member.name, part, parse_npy_header(member.head, member.size))
+                header = parse_npy_header(member.head, member.size)
+                in_place = self._array(chunk, slot, member.name, part, header, member)
             if in_place is None:
                 data = np.empty(part.length, np.uint8).data
                 self._reader(part)(0, data)
+                _check(member, zlib.crc32(data))
                 fields[member.name] = Encoded(data, "npy")
             else:
                 fields[member.name] = in_place
@@ -137,3 +150,14 @@ class InPlaceReads:
         if spec.kind == "slab":
             return header.shape == spec.shape and dtype.name == spec.dtype
         return spec.kind == "ragged" or (len(header.shape) == len(spec.shape) and dtype.name == spec.dtype)
+
+
+def _check_numbers(member: NpzMember | None, header: NpyHeader, numbers: memoryview) -> None:
+    """Raise FormatError if a member is damaged. One with more behind its array is not looked at: that was not read."""
+    if member is not None and member.size == header.data_start + header.num_bytes:
+        _check(member, zlib.crc32(numbers, zlib.crc32(member.head[: header.data_start])))
+
+
+def _check(member: NpzMember, crc: int) -> None:
+    if crc != member.crc:
+        raise FormatError(f"array {member.name!r}: its bytes are others than were stored")

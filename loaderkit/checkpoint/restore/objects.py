@@ -13,7 +13,7 @@ import torch
 
 from loaderkit.checkpoint.contents import Checkpoint, TensorEntry
 from loaderkit.checkpoint.names import Leaf, Path, flatten, texts
-from loaderkit.checkpoint.restore.requests import local_of, shares_elements
+from loaderkit.checkpoint.restore.requests import local_of, overlaps_itself
 from loaderkit.checkpoint.restore.selection import Strictness, matches
 from loaderkit.checkpoint.state import MAX_LEAVES, is_tensor
 from loaderkit.checkpoint.structure import Structure, nest
@@ -209,7 +209,7 @@ def difference(tensor: torch.Tensor, entry: TensorEntry) -> str | None:
         return f"is {tensor.dtype}, and {entry.dtype} in the checkpoint"
     if tensor.is_meta:
         return "is on the meta device and has no memory: call model.to_empty(device=...) first"
-    if tensor.layout == torch.strided and shares_elements(local_of(tensor)):
+    if tensor.layout == torch.strided and overlaps_itself(local_of(tensor)):
         return "is expanded, or overlaps itself: its elements share memory"
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -181,21 +182,25 @@ def _unfillable(tensor: torch.Tensor) -> str | None:
         return "is on the meta device and has no memory: call model.to_empty(device=...) first"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return f"has the layout {tensor.layout}, or is quantised or conjugated: only plain tensors are filled"
-    if shares_elements(tensor):
+    if overlaps_itself(tensor):
         return "is expanded, or overlaps itself: its elements share memory"
     return None
 
 
-def shares_elements(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
     """True if elements of a tensor lie in the same memory, as after `expand`."""
     if tensor.is_contiguous():
         return False
-    room = 1  # the elements that those of smaller strides span
-    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
-        if stride < room:
-            return True
-        room = stride * size
-    return False
+    sizes = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+    spans = [*accumulate((stride * (size - 1) for stride, size in sizes), initial=1)]
+    if tensor.numel() > spans[-1]:
+        return True
+    if all(stride >= span for (stride, _), span in zip(sizes, spans, strict=False)):
+        return False  # each dimension steps over what those of smaller strides span
+    places = np.zeros(1, np.int64)
+    for stride, size in sizes:
+        places = (places[:, None] + stride * np.arange(size)).ravel()
+    return np.unique(places).size < places.size
 
 
 def _difference(
@@ -237,7 +242,7 @@ def _distinct(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> li
             warn_same_memory(checkpoint, first, name)
         last[identity(tensor)] = name
     chosen = set(last.values())
-    overlapping = that_overlap({name: local_of(tensor) for name, tensor in targets.items() if name in chosen})
+    overlapping = overlapping_pair({name: local_of(tensor) for name, tensor in targets.items() if name in chosen})
     if overlapping is not None:
         raise CheckpointError(f"{overlap_of(*overlapping)}; nothing was written. {GIVE_MEMORY}")
     return [name for name in targets if name in chosen]
@@ -248,7 +253,7 @@ def overlap_of(one: str, other: str) -> str:
     return f"{one!r} and {other!r} share a part of their memory, so filling one would change the other"
 
 
-def that_overlap(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+def overlapping_pair(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
     """Two of the tensors that share a part of their memory; None if there are none."""
     extents = []
     for name, tensor in tensors.items():

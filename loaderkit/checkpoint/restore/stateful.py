@@ -26,8 +26,8 @@ from loaderkit.checkpoint.restore.requests import (
     SAME_MEMORY,
     identity,
     overlap_of,
+    overlapping_pair,
     stores_memory_once,
-    that_overlap,
     warn_same_memory,
 )
 from loaderkit.checkpoint.restore.selection import Strictness, matches
@@ -301,7 +301,7 @@ class _Targets:
         filled: dict[str, torch.Tensor] = {
             name: tensor for name, *_ in by_memory.values() if _is_plain(tensor := self.flat.get(name))
         }
-        overlapping = that_overlap(filled)
+        overlapping = overlapping_pair(filled)
         if overlapping is not None:  # right if they did when they were saved
             logger.warning("%s, unless they did so when they were saved. %s", overlap_of(*overlapping), GIVE_MEMORY)
 

@@ -90,7 +90,7 @@ def unpack_member(member: NpzMember, data: memoryview) -> memoryview:
     """The bytes of a member's `.npy` file, from the archive's bytes: a view unless it is compressed. Raises
     FormatError, to which the caller adds the array's name.
 
-    Its CRC is checked. Where only a part of a stored member is read, by `kind: array`, it is not.
+    Its CRC is checked.
     """
     stored = data[member.start : member.start + member.num_stored]
     if not member.is_packed:

@@ -87,8 +87,9 @@ class DatasetSource(ItemSource):
         return self._name
 
     def items(self, indices: list[int]) -> list[Any] | None:
-        """The result of `__getitems__`, which torch's DataLoader calls too; None if the object lacks it. Raises SourceError for
-        what is no sequence of so many items."""
+        """The result of `__getitems__`, which torch's DataLoader calls too; None if the object lacks it, or if it raises.
+
+        Raises SourceError if it returns another number of items than it was asked for, or no sequence."""
         if self._get_many is None:
             return None
         try:
@@ -96,7 +97,8 @@ class DatasetSource(ItemSource):
         except USER_ERRORS as error:
             self._say_one_by_one(error)
             return None  # one item is bad; taking them one by one shows which
-        num = len(items) if isinstance(items, (Sequence, np.ndarray, torch.Tensor)) else None
+        is_sequence = isinstance(items, Sequence) or getattr(items, "ndim", 0) > 0  # or an array or a tensor
+        num = len(items) if is_sequence else None
         if num != len(indices):
             what = f"a {type(items).__name__}" + ("" if num is None else f" of {num} items")
             raise SourceError(

@@ -18,7 +18,14 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from loaderkit._internal.config.settings import Model
 from loaderkit.errors import FormatError
 from loaderkit.stages.media.container import container_of, import_av, opened
-from loaderkit.stages.media.sound_file import MOST_RATE, SoundFile, check_size, damaged_error, is_read, opened_sound
+from loaderkit.stages.media.sound_file import (
+    MOST_RATE,
+    SoundFile,
+    check_size,
+    damaged_error,
+    is_for_libsndfile,
+    opened_sound,
+)
 from loaderkit.stages.media.sound_stream import LISTED, ListedPackets, NoPlaceError, SoughtPackets, SoundStream
 
 Samples = NDArray[np.float32]
@@ -68,7 +75,7 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
     FormatError for a file that is damaged or cut, and for a start behind its end; MissingExtraError.
     """
     name = container_of(data)
-    if name is not None and is_read(data, name):
+    if name is not None and is_for_libsndfile(data, name):
         with opened_sound(data, name) as file:
             return _read(file, args, draw, begin_s)
     if name not in LISTED:
@@ -81,12 +88,11 @@ def read_sound(data: memoryview, args: AudioArgs, draw: float, *, begin_s: float
 def _read(sound: SoundFile | SoundStream, args: AudioArgs, draw: float, begin_s: float | None) -> Sound:
     window = _Window.of(args, sound.rate, sound.num, draw, None if begin_s is None else begin_s - sound.begin_s)
     held = sound.samples(window.begin, window.num)
-    if (
-        begin_s is None
-        and not held.shape[1]
-        and (sound.num is None or window.begin < sound.num - sound.rate * _SLACK_S)
-    ):
-        raise damaged_error(window.begin / sound.rate)
+    if begin_s is None and not held.shape[1]:
+        if sound.num is None:
+            raise FormatError(f"it has no sound at {window.begin / sound.rate:.3f} s")
+        if window.begin < sound.num - sound.rate * _SLACK_S:
+            raise damaged_error(window.begin / sound.rate)
     return window.of_samples(held, args)
 
 

@@ -58,8 +58,8 @@ class SoundFile:
         return samples
 
 
-def is_read(data: memoryview, name: str | None) -> bool:
-    """True for a file of FFmpeg's format `name` that libsndfile reads in parts. Raises FormatError."""
+def is_for_libsndfile(data: memoryview, name: str | None) -> bool:
+    """True for a file of FFmpeg's format `name` that libsndfile reads, and FFmpeg does not. Raises FormatError."""
     if name == "flac":  # it says how many samples it has, unless its writer could not go back
         begin = behind_id3(data) + 21
         return int.from_bytes(data[begin : begin + 5], "big") & 0xF_FFFF_FFFF > 0

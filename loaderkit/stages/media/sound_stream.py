@@ -26,11 +26,8 @@ _RESERVOIR = (12 * 1152, 30 * 576)  # of MP3 from 32 kHz on, and below: the pack
 _FORGETS = ("flac", "alac", "pcm_")  # decoders that remember nothing
 _FRAME = 1152  # samples of MP3's
 _FAR = 1 << 60
-_DURATION, _CLUSTER, _HEAD_BYTES = (
-    b"\x44\x89",
-    b"\x1f\x43\xb6\x75",
-    1 << 20,
-)  # elements of Matroska; the first is before the second
+_DURATION, _CLUSTER = b"\x44\x89", b"\x1f\x43\xb6\x75"  # elements of Matroska; the first is before the second
+_HEAD_BYTES = 1 << 20
 
 
 class SoundStream:
@@ -165,7 +162,8 @@ def _num_frames(data: memoryview) -> int:
     begin = behind_id3(data)
     head = bytes(data[begin : begin + 200])
     place = max(head.find(b"Xing"), head.find(b"Info"))
-    return int.from_bytes(head[place + 8 : place + 12], "big") if place >= 0 and head[place + 7] & 1 else 0
+    flags, count = (int.from_bytes(head[place + at : place + at + 4], "big") for at in (4, 8))
+    return count if place >= 0 and flags & 1 else 0
 
 
 def _packets(container: Any, stream: Any) -> Iterator[Any]:

@@ -269,7 +269,7 @@ def _eos_of(args: TokenizeArgs, tokenizer: TextTokenizer) -> str | None:
         raise ConfigError(f"tokenize: {args.tokenizer!r} has no token that ends a text: leave `eos` out")
     if args.special_tokens:
         (tokens,) = tokenizer.encode(["a"], specials=True, max_length=None, spans=[()])
-        if tokens.ids[-1] == tokenizer.eos_id:  # it puts one there by itself
+        if tokens.ids[-1:].tolist() == [tokenizer.eos_id]:  # it puts one there by itself
             return None
     return tokenizer.eos
 

@@ -140,6 +140,37 @@ def test_a_tiff_of_which_0_is_white(dtype: Any, tmp_path: Path, rng: Any) -> Non
     assert np.array_equal(mask.numpy()[0], values)
 
 
+def jpeg2000(values: NDArray[Any], bits: int) -> bytes:
+    """A codestream whose header says `bits` for each number."""
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "JPEG2000", no_jp2=True)
+    data = bytearray(file.getvalue())
+    data[42] = bits - 1
+    return bytes(data)
+
+
+def test_jpeg_2000_of_other_bits(tmp_path: Path, rng: Any) -> None:
+    """Pillow spreads them: right for a picture, and not for class numbers."""
+    values = grey16(rng, 255).astype(np.uint8)
+    assert np.array_equal(first(tmp_path, "a.j2k", jpeg2000(values, 8), masks=["image"]).numpy()[0], values)
+    deep = grey16(rng, 65535)
+    assert np.array_equal(first(tmp_path, "b.j2k", jpeg2000(deep, 16), masks=["image"], depth=16).numpy()[0], deep)
+    for bits in (1, 4, 7):
+        with pytest.raises(StageError, match=rf"its numbers have {bits} bits"):
+            first(tmp_path, "c.j2k", jpeg2000(values, bits), masks=["image"])
+    with pytest.raises(StageError, match="signed"):
+        first(tmp_path, "d.j2k", jpeg2000(values, 0x80 + 8))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+def test_the_transparent_level_of_a_grey_png(bits: int, tmp_path: Path, rng: Any) -> None:
+    values = grey16(rng, 2**bits - 1)
+    key = int(values[3, 4])
+    data = png(values, bits, chunk(b"tRNS", struct.pack(">H", key)))
+    alpha = first(tmp_path, "a.png", data, channels=4)[3]
+    assert np.array_equal(alpha.numpy(), np.where(values == key, 0, 255))
+
+
 def test_masks_of_one_bit(tmp_path: Path, rng: Any) -> None:
     """In a PBM 1 is black, and in a TIFF 0 may be white."""
     values = np.array([[rng.randint(0, 1) for _ in range(16)] for _ in range(7)], np.uint8)

@@ -80,6 +80,7 @@ class InPlaceReads:
         field: str,
         byte_range: ByteRange,
         header: NpyHeader,
+        *,
         member: NpzMember | None = None,
     ) -> InPlace | None:
         """Read the numbers of the array in `byte_range`, if they fit the batch. Raises FormatError if the CRC of an archive's
@@ -121,7 +122,7 @@ class InPlaceReads:
             in_place = None
             if self._fits(chunk, member):
                 header = parse_npy_header(member.head, member.size)
-                in_place = self._array(chunk, slot, member.name, part, header, member)
+                in_place = self._array(chunk, slot, member.name, part, header, member=member)
             if in_place is None:
                 data = np.empty(part.length, np.uint8).data
                 self._reader(part)(0, data)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import random
+import struct
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +221,26 @@ def test_misfits_and_damage_are_the_samples_error(
                     keys += batch["__key__"]
             assert len(keys) == (5 if policy == "skip" else 6)
             assert "3.npy" not in keys
+
+
+@pytest.mark.parametrize("name", ["scan", "mask", "dose"])
+def test_a_flipped_bit_in_an_archive(name: str, tmp_path: Path, rng: random.Random) -> None:
+    """Of an array that goes straight into its slot, and of others."""
+    folder = write_npz(tmp_path / "d")
+    path = folder / "3.npz"
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        infos = {info.filename: info for info in archive.infolist()}
+    info = infos[f"{name}.npy"]
+    lengths = struct.unpack_from("<HH", data, info.header_offset + 26)  # of the name and what is behind it
+    end = info.header_offset + 30 + sum(lengths) + info.file_size
+    data[end - 1 - rng.randrange(info.file_size - 128)] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    with (
+        loaderkit.build(files(folder).batch(1), overrides=INLINE) as loader,
+        pytest.raises(StageError, match=rf"3\.npz.*array '{name}'.*CRC-32"),
+    ):
+        list(loader)
 
 
 def test_a_file_that_is_cut_while_training(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ class MixtureSource(Source):
         self._firsts = np.array([part.first for part in parts], np.int64)
         self.index_s = sum(part.index_s for part in parts)
         self.bad_shards = [shard for part in parts for shard in part.bad_shards]
+        self.runs_user_code = any(part.runs_user_code for part in parts)
         known = [part for part in parts if part.classes is not None]
         self.classes = known[0].classes if known and all(part.classes == known[0].classes for part in parts) else None
         if share_labels and known and any(part.classes != known[0].classes for part in known):

@@ -32,7 +32,6 @@ from loaderkit.samples.sample import Sample
 from loaderkit.samples.values import Clip, Encoded, Image, Pictures, owned
 from loaderkit.sampling.global_generators import seeded_by
 from loaderkit.sampling.random import generator
-from loaderkit.sources.objects.reader import ItemSource
 from loaderkit.stages.base import AddError, StageArgs, StageConfig
 from loaderkit.stages.context import CompileContext, StageKind, Stream
 from loaderkit.stages.media.clips import as_clip
@@ -287,18 +286,18 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
         run_batch = _on_batches(function, keys if wants_rng else None)
         return stage.ready("batch", run_batch, close=close, owner=owner)
     call: Callable[..., Any] = filter_sample if isinstance(args, FilterArgs) else call_on_sample
-    if call is call_on_sample and isinstance(context.source, ItemSource) and _is_first_call(stage, context):
+    if call is call_on_sample and context.source.runs_user_code and _is_first_call(stage, context):
         call = partial(call_on_sample, is_kept=True)
     run = each_call(partial(call, function), keys if wants_rng else None, context.source, context.failed(stage))
     return stage.ready("sample", run, close=close, owner=owner)
 
 
 def _is_first_call(stage: StageConfig, context: CompileContext) -> bool:
-    """True if no function before this one has made values of its own."""
-    kinds = [
+    """True if no function before this one has got copies."""
+    calls = (
         one for one in context.before_batch if isinstance(one.args, CallArgs) and not isinstance(one.args, FilterArgs)
-    ]
-    return bool(kinds) and kinds[0] is stage
+    )
+    return next(calls, None) is stage
 
 
 def limited(name: str, args: CallArgs, stream: Stream | None) -> tuple[Callable[..., Any], bool, TimeLimit | None, Any]:

@@ -27,6 +27,19 @@ NAMES = st.text(
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
+class HoldsTable:
+    """An object whose state is any table."""
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        self.table = table
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.table
+
+    def load_state_dict(self, table: dict[Any, Any]) -> None:
+        self.table = table
+
+
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Random bytes as a contiguous tensor: every bit pattern, NaNs too (bools are 0 or 1)."""
     generator = torch.Generator().manual_seed(seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import loaderkit
 from loaderkit import Pipeline
 from loaderkit.errors import SourceError, StageError
+from loaderkit.samples.values import owned
 
 INLINE = {"prefetch.executor": "inline"}
 
@@ -168,7 +171,7 @@ def test_getitems_may_return_any_sequence(make: Any) -> None:
         assert [batch["0"].tolist() for batch in loader] == [[0, 10, 20, 30, 40], [50, 60, 70, 80, 90]]
 
 
-@pytest.mark.parametrize("returned", [{"a": 1}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], None, 3])
+@pytest.mark.parametrize("returned", [np.array(3), {"a": 1}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], None, 3])
 def test_getitems_that_returns_others_is_refused(returned: Any) -> None:
     data = AtOnce(KINDS["numbers"])
     data.__getitems__ = lambda indices: returned  # type: ignore[method-assign]
@@ -189,3 +192,48 @@ def test_getitems_that_raises_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with loaderkit.build(Pipeline.dataset(data).shuffle("none").read().batch(5), overrides=INLINE) as loader:
         assert [batch["0"].tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert caplog.text.count("__getitems__ raised OSError: the store is down") == 1
+
+
+def test_values_in_memory_of_their_own() -> None:
+    size, when, text = torch.Size([2, 3]), time.gmtime(0), "text"
+    value: dict[str, Any] = {
+        "plain": [1, 2, 3], "mixed": [1, "a", [torch.ones(1)]], "tuple": (np.ones(2), size, when),
+        "pair": Pair(torch.ones(1), 2),
+        "table": OrderedDict(b=bytearray(b"b"), a=defaultdict(list, x=[1])), "text": text,
+    }  # fmt: skip
+    copy = owned(value)
+    assert repr(copy) == repr(value)
+    assert copy["tuple"][1] is size
+    assert copy["tuple"][2] is when
+    assert copy["text"] is text
+    copy["plain"].append(4)
+    copy["mixed"][2][0] += 1
+    copy["tuple"][0][:] = 5
+    copy["pair"].image[:] = 5
+    copy["table"]["b"][:] = b"c"
+    copy["table"]["a"]["x"].append(2)
+    assert value["plain"] == [1, 2, 3]
+    assert (value["mixed"][2][0], value["tuple"][0][0], value["pair"].image[0]) == (1, 1, 1)
+    assert (value["table"]["b"], value["table"]["a"]["x"]) == (b"b", [1])
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+def test_a_mixture_changes_none_of_its_data_sets(executor: str) -> None:
+    sources = {
+        name: torch.utils.data.TensorDataset(torch.full((40, 2), value)) for name, value in (("a", 1.0), ("b", 5.0))
+    }
+    described = {
+        "sources": [
+            {"name": name, "kind": "dataset", "object": data, "fields": ["x"], "weight": 1}
+            for name, data in sources.items()
+        ],
+        "stages": ["read", {"call": {"function": doubles_x}}, {"batch": {"size": 4}}],
+        "order": {"epochs": 1},
+    }
+    with loaderkit.build(described, overrides={"prefetch.executor": executor}) as loader:
+        assert {*torch.cat([batch["x"] for batch in loader]).flatten().tolist()} == {2.0, 10.0}
+    assert [{*data.tensors[0].flatten().tolist()} for data in sources.values()] == [{1.0}, {5.0}]
+
+
+def doubles_x(sample: dict[str, Any]) -> None:
+    sample["x"] *= 2

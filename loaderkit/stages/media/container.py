@@ -43,6 +43,7 @@ DECODERS = frozenset({
 # fmt: on
 """FFmpeg's decoders that may run."""
 
+_LEAST_VERSION = 18  # earlier ones lack arguments that are given here
 _MOST_STREAMS = 64
 _TAIL_BYTES = 1 << 16
 _BUFFER_BYTES = 1 << 18
@@ -72,7 +73,17 @@ def import_av() -> Any:
         import av
     except ImportError as error:
         raise MissingExtraError(f"video and sound need PyAV ({error}): pip install 'loaderkit[media]'") from error
+    if version_of(av) < _LEAST_VERSION:
+        raise MissingExtraError(
+            f"video and sound need PyAV {_LEAST_VERSION} or later, and {av.__version__} is installed: pip install "
+            "'loaderkit[media]'"
+        )
     return av
+
+
+def version_of(av: Any) -> int:
+    """The first number of PyAV's version."""
+    return int(av.__version__.partition(".")[0])
 
 
 class BytesFile:
@@ -123,7 +134,7 @@ def opened(data: memoryview, max_pixels: int = 1) -> Iterator[Any]:
         "threads": "1",
     }
     # Titles in an unknown encoding are no error: from PyAV 19 on they never are.
-    lenient = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+    lenient = {"metadata_errors": "replace"} if version_of(av) < 19 else {}
     try:
         with av.open(BytesFile(data), format=name, options=options, buffer_size=_BUFFER_BYTES, **lenient) as container:
             yield container

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_states import save_dcp
+from checkpoint_states import HoldsTable, save_dcp
 from numpy.random.mtrand import set_bit_generator
 from safetensors.torch import load_file
 from torch import distributed as dist
@@ -262,24 +262,11 @@ def test_a_checkpoint_of_before_has_the_names_of_wrappers(one_rank: None, tmp_pa
     assert torch.equal(*(next(model.parameters()) for model in models))
 
 
-class Keeps:
-    """An object whose state is a table of any keys."""
-
-    def __init__(self, table: dict[Any, Any]) -> None:
-        self.table = table
-
-    def state_dict(self) -> dict[Any, Any]:
-        return self.table
-
-    def load_state_dict(self, table: dict[Any, Any]) -> None:
-        self.table = table
-
-
 @Formats
 def test_keys_of_the_state_of_an_object(kind: str, tmp_path: Path) -> None:
     """They come back as they were, or are refused: not as text."""
-    whole = Keeps({})
-    there_and_back(tmp_path / "whole", {"o": Keeps({0: torch.ones(1), 7: 2})}, {"o": whole}, kind)
+    whole = HoldsTable({})
+    there_and_back(tmp_path / "whole", {"o": HoldsTable({0: torch.ones(1), 7: 2})}, {"o": whole}, kind)
     assert whole.table == {0: torch.ones(1), 7: 2}
     odd: list[dict[Any, Any]] = [{0: 1, "name": 2}, {(0, 1): torch.ones(2)}, {None: 1}, {True: 1}, {1.5: 1}, {b"a": 1}]
     for number, table in enumerate(odd):
@@ -287,7 +274,7 @@ def test_keys_of_the_state_of_an_object(kind: str, tmp_path: Path) -> None:
             loaderkit.CheckpointManager(tmp_path / str(number), format=kind) as checkpoints,
             pytest.raises(ConfigError, match="the keys of 'o' are not all text"),
         ):
-            checkpoints.save(1, {"o": Keeps(table)}, wait=True)
+            checkpoints.save(1, {"o": HoldsTable(table)}, wait=True)
 
 
 @Formats

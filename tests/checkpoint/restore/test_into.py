@@ -15,6 +15,7 @@ import torch
 from checkpoint_states import saved
 
 import loaderkit
+from loaderkit.checkpoint.restore.requests import overlaps_itself
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.errors import CheckpointError, ConfigError, ConnectorError
@@ -266,3 +267,17 @@ def test_a_bucket_of_small_ranges_is_read_in_few_requests() -> None:
     assert len(restored) == 200
     assert all(torch.equal(restored[name], state[name]) for name in restored)
     assert far.num_reads < 10
+
+
+def test_overlaps_itself_where_two_elements_have_one_place(rng: random.Random) -> None:
+    memory, num_overlapping = torch.arange(200), 0
+    for _ in range(3000):
+        num_dims = rng.randrange(4)
+        shape, stride = ([rng.randrange(most) for _ in range(num_dims)] for most in (5, 12))
+        tensor = memory.as_strided(shape, stride)
+        num_overlapping += (overlaps := len({*tensor.flatten().tolist()}) < tensor.numel())
+        assert overlaps_itself(tensor) == overlaps
+    assert num_overlapping > 100
+    assert overlaps_itself(torch.zeros(1).expand(10**12))
+    for tensor in (torch.zeros(4, 10)[:, ::3], torch.zeros(2, 3, 4).permute(2, 0, 1), torch.zeros(8, 8)[1::2, 2:5]):
+        assert not overlaps_itself(tensor)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_states import nested_of, same, save_dcp
+from checkpoint_states import HoldsTable, nested_of, same, save_dcp
 
 import loaderkit
 from loaderkit.checkpoint.restore.stateful import restore_state
@@ -309,19 +309,6 @@ def test_what_could_not_be_restored_is_refused_when_it_is_saved() -> None:
     assert {path: one.numbered for path, one in containers.items()} == {("m",): True, ("m", 1): False}
 
 
-class Holder:
-    """An object whose state is any table."""
-
-    def __init__(self, table: dict[Any, Any]) -> None:
-        self.table = table
-
-    def state_dict(self) -> dict[Any, Any]:
-        return self.table
-
-    def load_state_dict(self, table: dict[Any, Any]) -> None:
-        self.table = table
-
-
 @pytest.mark.parametrize(
     "table",
     [
@@ -336,7 +323,7 @@ class Holder:
 def test_empty_tables_come_back(table: dict[Any, Any], tmp_path: Path) -> None:
     """Nothing in a list takes the place of an empty table before it."""
     save_dcp(saved_by_manager({"object": table, "plain": table, "n": 1}), tmp_path / "step")
-    for fresh in (Holder({}), Holder(table)):
+    for fresh in (HoldsTable({}), HoldsTable(table)):
         state = {"object": fresh, "plain": {}, "n": 0}
         restore_state(str(tmp_path / "step"), state, timeout_s=60.0)
         assert fresh.table == state["plain"] == table

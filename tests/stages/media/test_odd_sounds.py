@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import re
+from contextlib import suppress
 from typing import Any
 
 import av
@@ -14,6 +15,7 @@ import soundfile
 from media_files import samples_of, sound, window, write_samples
 
 from loaderkit.errors import FormatError
+from loaderkit.stages.media.container import behind_id3
 
 
 def tone(rng: random.Random, rate: int, seconds: float) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -118,6 +120,13 @@ def test_mp3_between_tags(rng: random.Random) -> None:
         assert found.shape[1] - whole.shape[1] < 1152
     with pytest.raises(FormatError, match="it is cut"):
         window(data[: int(0.8 * len(data))] + b"APETAGEX")
+    plain = sound("mp3", seconds=0.5)
+    begin = behind_id3(memoryview(plain))
+    for place in range(190, 200):  # the name of a header, which is none, at the end of what is looked at
+        marked = bytearray(plain)
+        marked[begin + place : begin + place + 4] = b"Info"
+        with suppress(FormatError):
+            window(bytes(marked))
 
 
 @pytest.mark.parametrize("codec", ["libmp3lame", "ac3", "alac"])

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from media_files import VIDEOS, frames_of, sound, video, without_first
 from memory_peak import forget_peak, peak_bytes
 
-from loaderkit.errors import FormatError
+from loaderkit.errors import FormatError, MissingExtraError
 from loaderkit.stages.media import video as of_video
 from loaderkit.stages.media.container import check_whole, container_of
 from loaderkit.stages.media.video import VideoArgs, frame_places, read_clip
@@ -183,3 +184,9 @@ def test_an_absurd_size_takes_no_memory() -> None:
         with pytest.raises(FormatError):
             read_clip(memoryview(data), VideoArgs(frames=1), 0)
         assert peak_bytes("VmHWM") - before < 64 * 2**20
+
+
+def test_an_earlier_pyav_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(av, "__version__", "16.0.1")
+    with pytest.raises(MissingExtraError, match=r"need PyAV 18 or later, and 16\.0\.1 is installed"):
+        pixels_of(video("mp4", num=3), VideoArgs(frames=1), 0)

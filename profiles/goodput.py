@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -167,8 +168,8 @@ def simulate(num: int, seed: int, num_interruptions: int = NUM_INTERRUPTIONS) ->
 
 
 def predicted_saves(folder: Path, rounds: int) -> list[dict[str, float]]:
-    """Of five sizes the median time of a save, and that predicted by a save of another size: the next smaller one, and for the
-    smallest the next."""
+    """Of five sizes the median time until a save is committed, and that predicted by a save of another size: the next smaller
+    one, and for the smallest the next. An older checkpoint is removed between two saves."""
     import torch
 
     import loaderkit
@@ -178,12 +179,12 @@ def predicted_saves(folder: Path, rounds: int) -> list[dict[str, float]]:
     logs: list[CostLog] = [CostLog() for _ in megabytes]
     took: list[list[float]] = [[] for _ in megabytes]
     with ExitStack() as stack:
-        managers = [
-            stack.enter_context(loaderkit.CheckpointManager(folder / str(size), keep={"last": 1})) for size in megabytes
-        ]
+        managers = [stack.enter_context(loaderkit.CheckpointManager(folder / str(size))) for size in megabytes]
         states = [{"x": [torch.ones(size * 250_000 // 20) for _ in range(20)]} for size in megabytes]
         for step in range(rounds + 1):  # the sizes in turn, as a disk is faster at one time than at another
-            for checkpoints, state, log, times_s in zip(managers, states, logs, took, strict=True):
+            for size, checkpoints, state, log, times_s in zip(megabytes, managers, states, logs, took, strict=True):
+                for older in (folder / str(size)).glob("step-*"):
+                    shutil.rmtree(older)
                 begin_s = time.perf_counter()
                 saving = checkpoints.save(step, state, wait=True)
                 assert saving is not None

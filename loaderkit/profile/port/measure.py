@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ _WINDOW_S, _LEAST_WINDOWS = 1.0, 4
 _SURE = 5.0  # percent
 _OUTLIER = 10.0  # times the median: a first step that compiles or allocates
 _IDLE = 0.02  # CPUs of a step that only waits, as for a GPU
+_LATE_S = 1e-3  # a timer is no later; a longer delay is that of a busy machine
 _SIDE = 96  # of matrices whose product takes 50 us: as long as an operation of a small model
 
 
@@ -55,7 +56,7 @@ def step_of(report: Report, cpu_s: float, delayed_share: float) -> ScriptStep | 
 def run_with_step(ported: PortedPipeline, step: ScriptStep | None, build: Build) -> tuple[Rate, float]:
     """The pipeline's speed in a loop with that step (None for the pipeline alone), and how much of the time it waits,
     in percent. Raises LoaderkitError."""
-    imitation, close = _imitation(step or ScriptStep(0.0, 0.0))
+    imitation = _Imitation(step or ScriptStep(0.0, 0.0))
     try:
         with build(ported.here(), overrides={"order.epochs": None}) as loader:
             batches, windows, executor = endless(loader), list[RateWindow](), loader.stats().tuning.executor
@@ -63,7 +64,7 @@ def run_with_step(ported: PortedPipeline, step: ScriptStep | None, build: Build)
                 executor = loader.stats().tuning.executor
                 windows = _windows_of(batches, imitation, may_move=executor == "thread" and ported.runs_own_code)
     finally:
-        close()
+        imitation.close()
     waited_s, whole_s = sum(one.stall_s for one in windows), sum(one.seconds for one in windows)
     return rate_of(windows), 100 * waited_s / max(whole_s, 1e-9)
 
@@ -98,29 +99,49 @@ def _window(batches: Iterator[Any], step: Step) -> RateWindow:
     return RateWindow(num_samples, time.perf_counter() - begin_s, waited_s, num_batches)
 
 
-def _imitation(step: ScriptStep) -> tuple[Step, Callable[[], object]]:
+class _Imitation:
     """A step that uses the same number of CPUs for the same time, by products of small matrices, which hold the GIL as
-    little as a model's operations do; and a function that ends its threads."""
-    if step.cpus < _IDLE:
-        return lambda batch: time.sleep(step.seconds), lambda: None
-    num_threads = max(1, math.ceil(step.cpus - 0.25))
-    cpu_s = step.seconds * step.cpus / num_threads
-    pool = ThreadPoolExecutor(num_threads - 1) if num_threads > 1 else None
+    little as a model's operations do. What one step takes too long, since a product or the system's timer is that coarse,
+    the next ones take less."""
 
-    def run(batch: Any) -> None:
-        end_s = time.perf_counter() + step.seconds
-        others = [] if pool is None else [pool.submit(_burn, cpu_s) for _ in range(num_threads - 1)]
-        _burn(cpu_s)
-        for other in others:
-            other.result()
+    def __init__(self, step: ScriptStep) -> None:
+        self._seconds = step.seconds
+        num_threads = max(1, math.ceil(step.cpus - 0.25))
+        self._cpu_s = step.seconds * step.cpus / num_threads if step.cpus >= _IDLE else 0.0
+        self._burners = [_Burner() for _ in range(num_threads)]
+        self._pool = ThreadPoolExecutor(num_threads - 1) if num_threads > 1 else None
+        self._over_s = 0.0
+
+    def __call__(self, batch: Any) -> None:
+        end_s = time.perf_counter() + self._seconds - self._over_s
+        if self._cpu_s:
+            first, *others = self._burners
+            started = [] if self._pool is None else [self._pool.submit(other.burn, self._cpu_s) for other in others]
+            first.burn(self._cpu_s)
+            for one in started:
+                one.result()
         if (left_s := end_s - time.perf_counter()) > 0:
             time.sleep(left_s)
+            self._over_s = min(time.perf_counter() - end_s, max(self._seconds, _LATE_S))
+        else:  # what other threads took from it is not to be made up for
+            self._over_s = min(-left_s, self._over_s + max(burner.over_s for burner in self._burners))
 
-    return run, (lambda: None) if pool is None else pool.shutdown
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
-def _burn(cpu_s: float) -> None:
-    end_s = time.thread_time() + cpu_s
-    matrix = torch.ones(_SIDE, _SIDE)
-    while time.thread_time() < end_s:
-        torch.mm(matrix, matrix)
+class _Burner:
+    """Uses CPU time in one thread; `over_s`: what it has used more than it was asked for."""
+
+    def __init__(self) -> None:
+        self.over_s = 0.0
+        self._matrix = torch.ones(_SIDE, _SIDE)
+
+    def burn(self, cpu_s: float) -> None:
+        now_s = time.thread_time()
+        end_s = now_s + cpu_s - self.over_s
+        while now_s < end_s:
+            torch.mm(self._matrix, self._matrix)
+            now_s = time.thread_time()
+        self.over_s = now_s - end_s

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from loaderkit.profile.port.measure import step_of
+from loaderkit.profile.port import measure
+from loaderkit.profile.port.measure import ScriptStep, step_of
 
 
 def report_of(steps: list[float], saved_s: float = 0.0) -> Any:
@@ -41,3 +42,39 @@ def test_a_first_step_that_compiles_is_no_usual_one(rng: random.Random) -> None:
 
 def test_without_a_step_there_is_none() -> None:
     assert step_of(report_of([]), 0.0, 0.0) is None
+
+
+class CoarseMachine:
+    """Sleeps `late_s` longer than it should; a product of matrices takes `product_s`. Takes the place of `time` and `torch`."""
+
+    def __init__(self, late_s: float, product_s: float) -> None:
+        self.now_s, self.cpu_s, self.late_s, self.product_s = 0.0, 0.0, late_s, product_s
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def thread_time(self) -> float:
+        return self.cpu_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds + self.late_s
+
+    def ones(self, *shape: int) -> None: ...
+
+    def mm(self, one: None, other: None) -> None:
+        self.now_s += self.product_s
+        self.cpu_s += self.product_s
+
+
+@pytest.mark.parametrize("cpus", [0.0, 0.5, 1.0])
+def test_short_steps_are_as_long_in_the_mean(cpus: float, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    num_steps, seconds = 2000, rng.uniform(20e-6, 300e-6)
+    machine = CoarseMachine(late_s=rng.uniform(0, 90e-6), product_s=rng.uniform(10e-6, 60e-6))
+    monkeypatch.setattr(measure, "time", machine)
+    monkeypatch.setattr(measure, "torch", machine)
+    step = measure._Imitation(ScriptStep(seconds, cpus))
+    for _ in range(num_steps):
+        step(None)
+    step.close()
+    assert machine.cpu_s / num_steps == pytest.approx(cpus * seconds, rel=0.02)
+    assert machine.now_s / num_steps == pytest.approx(seconds, rel=0.02)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loaderkit.checkpoint.formats.restricted_pickle import Frozen, Global, StandIn, functions, shown
+from loaderkit.checkpoint.formats.restricted_pickle import Frozen, Global, StandIn, functions, opaque, shown
 
 _SIMPLE_DTYPE = re.compile(r"[biufc]\d{1,2}")
 
@@ -81,37 +81,48 @@ class FrozenCounter(Counter[Any]):
     def __setstate__(self, state: object) -> None: ...
 
 
-class Dtype(StandIn):
-    """A NumPy dtype of numbers."""
+class NumpyStandIn(StandIn):
+    """Of NumPy, once it is built; settled where `value` is one of numbers."""
 
     __slots__ = ("value",)
-    what = "numpy.dtype"
-    is_settled = True
+    value: Any
+
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        return self.value is not None
+
+
+class Dtype(NumpyStandIn):
+    """A NumPy dtype of numbers."""
+
+    __slots__ = ()
+    what = "numpy.dtype of other than numbers"
 
     def __init__(self, name: str, *_: Any) -> None:
-        if not isinstance(name, str) or not _SIMPLE_DTYPE.fullmatch(name):
-            raise pickle.UnpicklingError(f"a NumPy type {shown(name)} that is not a number's")
-        self.value = np.dtype(name)
+        self.value = np.dtype(name) if isinstance(name, str) and _SIMPLE_DTYPE.fullmatch(name) else None
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">"):
+        if self.value is not None and isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">"):
             self.value = self.value.newbyteorder(state[1])
 
 
-class Array(StandIn):
-    """A NumPy array of numbers, once it is built."""
+class Array(NumpyStandIn):
+    """A NumPy array of numbers."""
 
-    __slots__ = ("value",)
-    what = "numpy.ndarray"
-    is_settled = True
+    __slots__ = ()
+    what = "numpy.ndarray of other than numbers"
 
     def __init__(self) -> None:
-        self.value: Any = None
+        self.value = None
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
-        if not isinstance(dtype, Dtype) or not isinstance(data, bytes):
-            raise pickle.UnpicklingError("an array of objects")
+        if not isinstance(dtype, Dtype):
+            raise pickle.UnpicklingError("an array without a dtype")
+        if dtype.value is None:
+            return
+        if not isinstance(data, bytes):
+            raise pickle.UnpicklingError("an array of numbers without its bytes")
         self.value = np.frombuffer(data, dtype.value).reshape(shape, order="F" if fortran else "C").copy()
 
 
@@ -135,6 +146,8 @@ class BufferBytes(StandIn, metaclass=Frozen):
 
 
 def _scalar(dtype: Any, data: Any = b"") -> Any:
+    if isinstance(dtype, Dtype) and dtype.value is None:
+        return opaque("numpy.generic that is no number")()
     if not isinstance(dtype, Dtype) or not isinstance(data, bytes) or len(data) != dtype.value.itemsize:
         raise pickle.UnpicklingError("a NumPy number of a type that is none")
     return np.frombuffer(data, dtype.value)[0]

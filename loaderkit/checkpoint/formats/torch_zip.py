@@ -146,10 +146,12 @@ def names() -> Mapping[str, Any]:
     return MappingProxyType({**plain_names(), **functions(called), **others})
 
 
-def _storage(pid: Any, storages: dict[str, Storage]) -> Storage:
+def _storage(pid: Any, storages: dict[str, Storage]) -> Storage | Opaque:
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
         raise FormatError(f"it refers to something that is no storage: {shown(pid)}")
     _, kind, key, _, num_elements = pid[:5]
+    if isinstance(kind, type) and issubclass(kind, Opaque):
+        return kind()  # as that of a quantized tensor
     if not isinstance(kind, Global) or kind.value is None or not isinstance(key, str) or not _is_size(num_elements):
         raise FormatError(f"it refers to a storage of an unknown kind: {shown(pid)}")
     storage = Storage(key, kind.value, num_elements)

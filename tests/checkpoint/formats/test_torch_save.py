@@ -10,6 +10,7 @@ import pickle
 import re
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,28 @@ class TestTorchSave:
             data[place] ^= 0xFF
             with contextlib.suppress(LoaderkitError):  # nothing else, and no crash
                 loaderkit.restore("memory://x.pt", connectors={"memory": MemoryConnector({"x.pt": bytes(data)})})
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8),
+            lambda: torch.ones(2, dtype=torch.complex64).conj(),
+            lambda: np.array(["a", "bc"]),
+            lambda: np.array([1, "a"], object),
+            lambda: np.zeros(2, [("x", "f4")]),
+            lambda: np.str_("x"),
+            lambda: np.datetime64("2020-01-01"),
+            lambda: np.dtype("U3"),
+        ],
+        ids=["quantized", "conjugated", "texts", "objects", "records", "text", "date", "dtype"],
+    )
+    @pytest.mark.filterwarnings("ignore:.*[qQ]uantiz")
+    def test_what_is_no_plain_value_blocks_nothing_else(self, make: Callable[[], Any], tmp_path: Path) -> None:
+        weights = torch.randn(3, 2)
+        torch.save({"weights": weights, "more": [1, {"odd": make()}]}, tmp_path / "a.pt")
+        with pytest.raises(CheckpointError, match=r"'more[.0-9a-z]*' holds .*leave it out with `keys`"):
+            loaderkit.restore(tmp_path / "a.pt")
+        assert torch.equal(loaderkit.restore(tmp_path / "a.pt", keys=["weights"])["weights"], weights)
 
 
 class TestReferences:

@@ -101,6 +101,12 @@ _TAR = (
     _peer("dali-fused", "dali", "dali", way="fused"),
 )
 
+_MDS = (
+    _LOADERKIT,
+    _peer("mosaic-pillow", "mosaic", "mosaic", decoder="pillow"),
+    _peer("mosaic", "mosaic", "mosaic"),
+)
+
 _RAW = (
     _own("loaderkit", order__shuffle="none"),
     _own("loaderkit-global", order__shuffle="global"),
@@ -142,6 +148,15 @@ _ALL = (
     ),
     Work("files-no-antialias", "the same without antialiasing", "pixels", ("photos",), _NO_ANTIALIAS),
     Work("tar", "the same from tar shards", "pixels", ("photos", "shards"), _TAR),
+    Work("mds", "the same from MDS shards", "pixels", ("photos", "mosaic"), _MDS),
+    Work(
+        "raw-mds",
+        "bytes of photographs in MDS shards",
+        "raw",
+        ("photos", "mosaic"),
+        (_LOADERKIT, _peer("mosaic", "mosaic", "mosaic")),
+        skip=24,
+    ),
     Work(
         "raw-tar",
         "bytes of small samples in tar shards",

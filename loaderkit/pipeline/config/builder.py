@@ -147,7 +147,7 @@ class Pipeline(KindMethods):
         return Pipeline({**self._raw(), **sections})
 
     def _with_stage(self, stage: Any) -> Pipeline:
-        return self._with(stages=[*self._raw()["stages"], stage])
+        return self._with(stages=[*self._raw().get("stages", ()), stage])
 
     def _with_section(self, key: str, **settings: Any) -> Pipeline:
         return self._with(**{key: {**self._raw().get(key, {}), **settings}})

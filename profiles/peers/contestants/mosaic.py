@@ -40,14 +40,15 @@ PACKAGE = "mosaicml-streaming"
 class _Photographs(StreamingDataset):  # type: ignore[misc]
     """Samples are {"image": bytes, "label": int}."""
 
-    def __init__(self, folder: Path, decoder: str) -> None:
+    def __init__(self, folder: Path, decoder: str | None) -> None:
+        """`decoder`: None for the bytes as they are."""
         # Repeated, so that an epoch is long.
         super().__init__(streams=[Stream(local=str(folder), repeat=100)], shuffle=True, batch_size=64)
-        self._augment = pixels.AUGMENTS[decoder]
+        self._augment = None if decoder is None else pixels.AUGMENTS[decoder]
 
-    def __getitem__(self, index: Any) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index: Any) -> Any:
         sample = super().__getitem__(index)
-        return self._augment(sample["image"]), sample["label"]
+        return sample["image"] if self._augment is None else (self._augment(sample["image"]), sample["label"])
 
 
 def _files(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
@@ -57,6 +58,16 @@ def _files(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
     return DataLoader(dataset, batch_size=64, num_workers=2, prefetch_factor=4, persistent_workers=True, drop_last=True)
 
 
+def _raw(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
+    clean_stale_shared_memory()
+    dataset = _Photographs(places.mosaic, None)
+    return DataLoader(dataset, 64, num_workers=2, prefetch_factor=4, persistent_workers=True, collate_fn=_in_a_tuple)
+
+
+def _in_a_tuple(samples: list[bytes]) -> tuple[list[bytes]]:
+    return (samples,)
+
+
 def make(places: Places, target: Path) -> None:
     """Write the photos as shards of 8 MB."""
     with MDSWriter(out=str(target), columns={"image": "bytes", "label": "int"}, size_limit=8 << 20) as writer:
@@ -64,4 +75,7 @@ def make(places: Places, target: Path) -> None:
             writer.write({"image": path.read_bytes(), "label": label})
 
 
-WORKS: dict[str, Callable[[Places, dict[str, Any]], Iterable[Any]]] = {"files": _files}
+WORKS: dict[str, Callable[[Places, dict[str, Any]], Iterable[Any]]] = {
+    **dict.fromkeys(("files", "mds"), _files),
+    "raw-mds": _raw,
+}

@@ -43,6 +43,11 @@ def _tar(places: Places, settings: dict[str, Any]) -> Iterable[Any]:
     return _build(_pictures(source), settings)
 
 
+def _mds(places: Places, settings: dict[str, Any], *, raw: bool) -> Iterable[Any]:
+    source = Pipeline.mds(places.mosaic)
+    return _build(source.read().batch(64).output("image") if raw else _pictures(source), settings)
+
+
 def _raw(places: Places, settings: dict[str, Any], *, photos: bool) -> Iterable[Any]:
     return _build(Pipeline.tar(places.shards if photos else places.small_shards).read().batch(64), settings)
 
@@ -98,6 +103,8 @@ WORKS: dict[str, Callable[[Places, dict[str, Any]], Iterable[Any]]] = {
     **dict.fromkeys(("files", "first-batch", "busy-step", "memory"), _files),
     "files-no-antialias": partial(_files, antialias=False),
     "tar": _tar,
+    "mds": partial(_mds, raw=False),
+    "raw-mds": partial(_mds, raw=True),
     **dict.fromkeys(("raw-tar", "raw-tar-first"), partial(_raw, photos=False)),
     **dict.fromkeys(("raw-tar-photos", "raw-tar-photos-first"), partial(_raw, photos=True)),
     **{work: partial(_dataset, work) for work in ("dataset", "dataset-records")},

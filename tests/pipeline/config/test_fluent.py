@@ -64,6 +64,11 @@ def test_a_data_set_is_no_description() -> None:
         Pipeline(Endless())  # type: ignore[arg-type]
 
 
+def test_a_description_without_stages_is_given_some() -> None:
+    source = {"source": {"kind": "array", "url": "data.npy"}}
+    assert Pipeline(source).read().batch(8) == Pipeline({**source, "stages": ["read", {"batch": {"size": 8}}]})
+
+
 def test_output_takes_names_or_one_list_of_them() -> None:
     expected = ("y", "x")
     for made in (BASE.output("y", "x"), BASE.output(["y", "x"]), BASE.output(("y", "x"))):

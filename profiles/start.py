@@ -133,10 +133,12 @@ def _with_loaderkit(name: str, folder: Path, model: Any) -> Any:
     checkpoints = loaderkit.CheckpointManager(to, connectors=connectors)
     state: dict[str, Any] = {"model": model}
     if name != "one by one":
-        loader = loaderkit.start(pipeline, checkpoints, state, connectors=connectors).loader
+        started = loaderkit.start(pipeline, checkpoints, state, connectors=connectors)
+        loader, step = started.loader, started.step
     else:
         loader = state["loader"] = loaderkit.build(pipeline, connectors=connectors)
-        checkpoints.restore(state)
+        step = checkpoints.restore(state)
+    assert step == 1
     return next(iter(loader))["label"]
 
 
@@ -188,19 +190,19 @@ def _prepare(folder: Path, num_files: int, megabytes: float) -> None:
     model = _model(megabytes)
     save({"model": model.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
     connectors = _connectors(folder)
-    for target in (folder / "run", folder / "local"):
-        target.mkdir()
-        with (
-            loaderkit.build(_pipeline(folder, again=False), connectors=connectors) as loader,
-            loaderkit.CheckpointManager(target) as checkpoints,
-        ):
-            next(iter(loader))
-            checkpoints.save(1, {"model": model, "loader": loader})
+    with (
+        loaderkit.build(_pipeline(folder, again=False), connectors=connectors) as loader,
+        loaderkit.CheckpointManager(
+            {"to": "run://x", "local": str(folder / "local")}, connectors=connectors
+        ) as checkpoints,
+    ):
+        next(iter(loader))
+        checkpoints.save(1, {"model": model, "loader": loader})
 
 
 def _first_step_s(name: str, folder: Path, megabytes: float) -> float:
     """Seconds until the first step of a new process, with the store's files out of the page cache."""
-    for note in (*(folder / "run").glob(".starting-*"), *(folder / "local").glob(".starting-*")):
+    for note in (*(folder / "run" / "x").glob(".starting-*"), *(folder / "local").glob(".starting-*")):
         note.unlink()  # a child ends at its first step, which leaves the note that its start did not go well
     for path in (*(folder / "run").rglob("*"), *(folder / "dcp").rglob("*")):
         if path.is_file():

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 import transformers.tokenization_utils_base  # noqa: F401 - it must look for torchvision before there is a stand-in
 from torch.utils.data import DataLoader
 

@@ -14,6 +14,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
+from loaderkit._internal.garbage import collector_off
 from loaderkit.errors import ConfigError
 
 _importing: dict[tuple[int, str], str] = {}
@@ -70,7 +71,8 @@ def public_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(homes[name])
+        with collector_off():  # it takes two fifths of the time of such an import
+            module = import_module(homes[name])
         value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value

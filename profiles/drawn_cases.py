@@ -280,7 +280,11 @@ def _one_batch(rng: random.Random, overrides: dict[str, Any], workers: int, size
     """Nothing is ahead of the batch in work, so that workers stand still at the end of each."""
     number = round(10 ** rng.uniform(4.3, 5.0))
     more = {**overrides, "prefetch.concurrency": 4, "prefetch.batches": 1, "stages.batch.size": 4}
-    step = sleep_step(rng.uniform(0.0, 0.01))
+    begin_s = time.perf_counter()
+    for _ in range(8):
+        compute({}, number)
+    # Not as long as a batch takes, however fast the machine sorts: else the loop hardly waits.
+    step = sleep_step(rng.uniform(0.0, 1.0) * (time.perf_counter() - begin_s) / 8)
     return _drawn("one batch", "call", "depth", more, f"sorting {number}", call="compute", step=step, size=number)
 
 

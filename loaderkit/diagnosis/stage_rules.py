@@ -22,9 +22,7 @@ from loaderkit.diagnosis.verdict import Remedy, Verdict
 from loaderkit.engine.metrics.snapshot import ALWAYS
 
 _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
-_TAILS = (4.0, 16.0, 64.0, 256.0)
-"""Times the usual service time, above which an item is a straggler: the first that few items exceed. Beside giants that have
-all CPUs many of the small ones wait for one."""
+_TAIL = 4.0  # times the usual service time; a longer item is a straggler
 _TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
 _CONTENDED = 0.25  # share of the times at which the GIL was taken, above which items may be slow for it
 _FEW = 0.25  # share of the items; where more are slow, that is usual
@@ -106,14 +104,10 @@ def _stragglers(facts: Facts, least_s: float, withheld_s: float) -> Verdict | No
     usual_s = services.percentile(0.5)
     if usual_s is None:
         return None
-    num_all = sum(services.counts.values())
-    tails = (max(times * usual_s, least_s) for times in _TAILS)
-    slow_s = next((tail_s for tail_s in tails if services.num_above(tail_s) <= _FEW * num_all), None)
-    if slow_s is None:
-        return None
-    share, num_slow = services.share_above(slow_s), services.num_above(slow_s)
+    slow_s = max(_TAIL * usual_s, least_s)
+    share, num_slow, num_all = services.share_above(slow_s), services.num_above(slow_s), sum(services.counts.values())
     by_itself = share - withheld_s / max(stage.busy_s, 1e-9)
-    if share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
+    if num_slow > _FEW * num_all or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
         return None
     if _may_be_a_lock(facts, usual_s):
         return None

@@ -211,19 +211,6 @@ class TestBorders:
             elif share < 0.2:
                 assert found.kind != "stragglers", (share, cpu_s)
 
-    def test_giants_beside_which_small_items_wait_for_a_cpu(self, rng: random.Random) -> None:
-        for _ in range(30):
-            usual_s, num_giants, num_held_up = rng.uniform(15e-6, 40e-6), rng.randint(20, 60), rng.randint(260, 400)
-            giant_s, held_up_s = rng.uniform(500, 2000) * usual_s, rng.uniform(6, 30) * usual_s
-            times = services(
-                (usual_s, 1000 - num_giants - num_held_up), (held_up_s, num_held_up), (giant_s, num_giants)
-            )
-            share = num_giants * giant_s / (num_giants * giant_s + num_held_up * held_up_s + 500 * usual_s)
-            busy = row("call", 19, 19 * share, services=times, num_items=1000)
-            found = one_waited_for(busy, ContentionResult(0.5, 0.5, 0.1, 2.0, {"call": 1.0}), idle_s=9.0)
-            if share > 0.6:
-                assert found.kind == "stragglers", share
-
     def test_a_loop_that_waits_little(self, rng: random.Random) -> None:
         for _ in range(50):
             share = rng.uniform(0.01, 0.12)

@@ -54,7 +54,10 @@ class PlainClock:
         self._totals[stage] = items + num_items, size + num_bytes, failed
         if num_items:
             each_s = (self._clock() - self.since_s) / num_items
-            self._services[stage].add(each_s, num_items)
+            slowest_s = min(max(each_s, chunk.slowest[0] if chunk.slowest else 0.0), each_s * num_items)
+            self._services[stage].add(slowest_s, 1)
+            if num_items > 1:
+                self._services[stage].add((each_s * num_items - slowest_s) / (num_items - 1), num_items - 1)
             if chunk.slowest is not None or each_s > self.slow_items.least_s[stage]:
                 self.slow_items.note(stage, chunk, each_s, self._clock())
 

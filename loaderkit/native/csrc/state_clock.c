@@ -171,8 +171,8 @@ static PyObject *enter(StateClock *self, PyObject *object) {
     return PyFloat_FromDouble(now);
 }
 
-/* Records a chunk that is among the slowest. */
-static int note_slow(StateClock *self, int stage, PyObject *chunk, double each_s, double now) {
+/* Records a chunk that is among the slowest. `slowest_s`: set to the time of its slowest item, if that is known. */
+static int note_slow(StateClock *self, int stage, PyObject *chunk, double each_s, double now, double *slowest_s) {
     PyObject *slowest = PyObject_GetAttrString(chunk, "slowest");
     if (slowest == NULL) {
         return -1;
@@ -183,6 +183,9 @@ static int note_slow(StateClock *self, int stage, PyObject *chunk, double each_s
     Py_DECREF(slowest);
     if (PyErr_Occurred()) {
         return -1;
+    }
+    if (is_of_one) {
+        *slowest_s = seconds;
     }
     if (seconds <= least_s) { /* nearly always; saves the call of `note` */
         return is_of_one ? PyObject_SetAttrString(chunk, "slowest", Py_None) : 0;
@@ -215,10 +218,15 @@ static PyObject *served(StateClock *self, PyObject *const *args, Py_ssize_t coun
         if (PyErr_Occurred()) {
             return NULL;
         }
-        totals->services[bucket_of(each_s)] += num_items;
-        if (count == 4 && args[3] != Py_None && note_slow(self, stage, args[3], each_s, now) < 0) {
+        double slowest_s = each_s;
+        if (count == 4 && args[3] != Py_None && note_slow(self, stage, args[3], each_s, now, &slowest_s) < 0) {
             return NULL;
         }
+        const double all_s = each_s * (double)num_items;
+        slowest_s = fmin(fmax(slowest_s, each_s), all_s);
+        const double others_s = num_items > 1 ? (all_s - slowest_s) / (double)(num_items - 1) : 0.0;
+        totals->services[bucket_of(slowest_s)] += 1; /* one slow item of a chunk does not make all of it slow */
+        totals->services[bucket_of(others_s)] += num_items - 1;
     }
     Py_RETURN_NONE;
 }

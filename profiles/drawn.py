@@ -1,12 +1,14 @@
 """Verdicts on pipelines drawn at random:
 
-    python -m profiles.drawn [--number 400] [--seed N] [--machine M] [--repeats N] [--suggest]
+    python -m profiles.drawn [--number 400] [--seed N] [--machine M] [--repeats N] [--suggest] [--trial]
 
 Each has one bottleneck of some kind, built into some stage, of a strength drawn at random, with some workers, batches ahead,
 executor. It runs under `loader.profile()`; of the report is asked: is the stage right, is the kind right, does it contradict
 itself (`bottlenecks.contradictions`). With --suggest the settings that it suggests are tried, interleaved with the pipeline as
 it is: they help where the speed's ratio is above 1 by more than half its 95 % interval, or the loop waits less by a point of
-the time. The machine is quiet, busy (with another program), busier (with two), or quota (half a CPU by cgroups; as root).
+the time, and harm where it is below 1 by more than that. With --trial these are the settings that are left after the trial
+that `loaderkit profile` makes. The machine is quiet, busy (with another program), busier (with two), or quota (half a CPU by
+cgroups; as root).
 """
 
 from __future__ import annotations
@@ -26,17 +28,19 @@ from pathlib import Path
 from typing import Any
 
 from loaderkit.diagnosis.verdict import named_together
+from loaderkit.profile.experiments import trial
 from loaderkit.profile.experiments.interleave import Variant, interleave, ratio_of
 from loaderkit.profile.experiments.loops import Step, endless
 from loaderkit.profile.report import Report
 from loaderkit.profile.report_parts import VerdictPart
 from profiles.bottlenecks import contradictions, text_contradictions
-from profiles.drawn_cases import VARIED, Drawn, build, draw, is_begun
+from profiles.drawn_cases import VARIED, Drawn, build, configured, draw, is_begun
 from profiles.record import record
 
 _NUM_WARM, _NUM_BATCHES, _LEAST_S = 12, 40, 0.6
 _MOST_CPUS = 0.6  # of all
 _HARMLESS = 5.0  # percent of the time; above it training is not the limit
+_TRIAL_S = 30.0
 _ROUNDS, _WINDOW_S, _MOST_WINDOW_S = 5, 0.4, 3.0
 _NUM_VARIED = 600  # samples of a window where one in 50 is slow: a dozen of those, or six bursts
 
@@ -125,6 +129,12 @@ def judged(case: Drawn, report: Report) -> dict[str, Any]:
     }
 
 
+def after_trial(case: Drawn, report: Report, folder: Path) -> Report:
+    """The report with what a trial of its settings found, as `loaderkit profile` writes it."""
+    config, _ = configured(case, folder)
+    return trial.tried(lambda more, _: build(case, folder, more), case.step, report, config, seconds=_TRIAL_S)
+
+
 def tried(case: Drawn, settings: Mapping[str, Any], folder: Path, samples_per_s: float) -> dict[str, Any]:
     """What the suggested settings bring: the speed's ratio, and the waiting before and after. `samples_per_s`: as it is."""
     window_s = _WINDOW_S
@@ -140,6 +150,7 @@ def tried(case: Drawn, settings: Mapping[str, Any], folder: Path, samples_per_s:
         "half": half,
         "stall_before": old.stall_percent,
         "stall_after": new.stall_percent,
+        "harmed": ratio + half < 1.0,
         "helped": ratio - half > 1.0 or old.stall_percent - new.stall_percent > 1.0,
     }
 
@@ -205,6 +216,7 @@ def main() -> None:
         "--repeats", type=int, default=1, help="runs of every pipeline; all of them should say the same"
     )
     parser.add_argument("--suggest", action="store_true", help="try the settings that are suggested")
+    parser.add_argument("--trial", action="store_true", help="only those that a trial has found to be faster")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rng = random.Random(options.seed)
@@ -215,7 +227,11 @@ def main() -> None:
         for case in islice(repeated(cases, options.repeats), options.number * options.repeats):
             report = profiled(case, Path(folder))
             row = judged(case, report)
-            if options.suggest and row["settings"]:
+            if options.trial and row["settings"]:
+                row["settings"] = {
+                    one.key: one.value for one in after_trial(case, report, Path(folder)).verdict.settings
+                }
+            if (options.suggest or options.trial) and row["settings"]:
                 row["tried"] = tried(case, row["settings"], Path(folder), report.throughput["samples_per_s"])
             rows.append(row)
             wrong = [name for name in ("stage", "kind") if not row[f"{name}_is_right"]]
@@ -227,7 +243,8 @@ def main() -> None:
     helped = [row["tried"]["helped"] for row in rows if "tried" in row]
     if helped:
         shares["helped"] = sum(helped) / len(helped)
-        print(f"settings were suggested for {len(helped)}, and helped {sum(helped)} ({100 * shares['helped']:.0f} %)")
+        harmed = sum(row["tried"]["harmed"] for row in rows if "tried" in row)
+        print(f"settings were suggested for {len(helped)}, helped {sum(helped)}, and harmed {harmed}")
     wrong_kinds = collections.Counter(row["bottleneck"] for row in rows if not row["kind_is_right"])
     print(f"{len(rows)} on a {options.machine} machine: {shares}, contradictions in "
           f"{sum(bool(row['contradictions']) for row in rows)}; kinds wrong: {dict(wrong_kinds)}")  # fmt: skip

@@ -16,6 +16,7 @@ from loaderkit import Loader, Pipeline
 from loaderkit.connectors.base import Connector
 from loaderkit.connectors.memory import MemoryConnector
 from loaderkit.pipeline.config.builder import to_config
+from loaderkit.pipeline.config.model import PipelineConfig
 from loaderkit.pipeline.execution_plan import compile_pipeline
 from loaderkit.profile.experiments.loops import Step, sleep_step
 from profiles.bottlenecks import BATCH, NUM_OBJECTS, Link, photographs, small_photographs
@@ -378,6 +379,14 @@ def _start(rng: random.Random, overrides: dict[str, Any], workers: int, size: in
 
 def build(case: Drawn, folder: Path, more: Mapping[str, Any] | None = None) -> Loader:
     """Its loader. Processes read the photographs as files, threads from the case's own store."""
+    config, given = configured(case, folder, more)
+    return Loader(compile_pipeline(config, rank=0, world_size=1, connectors=given))
+
+
+def configured(
+    case: Drawn, folder: Path, more: Mapping[str, Any] | None = None
+) -> tuple[PipelineConfig, dict[str, Connector]]:
+    """Its pipeline, and the connectors that it needs."""
     overrides = {**case.overrides, **(more or {})}
     is_process = overrides["prefetch.executor"] == "process"
     objects = case.store()
@@ -386,7 +395,7 @@ def build(case: Drawn, folder: Path, more: Mapping[str, Any] | None = None) -> L
         url, given = str(folder_of(objects, folder)), {}
     pipeline = Pipeline.files(url, include="*.jpg").shuffle("none").read().decode().center_crop(64)
     pipeline = pipeline.call(f"profiles.drawn_cases:{case.call}", args=dict(case.args)).batch(BATCH).transfer("cpu")
-    return Loader(compile_pipeline(to_config(pipeline, overrides), rank=0, world_size=1, connectors=given))
+    return to_config(pipeline, overrides), given
 
 
 def folder_of(objects: Connector, folder: Path) -> Path:

@@ -38,7 +38,7 @@ from profiles.drawn_cases import VARIED, Drawn, build, configured, draw, is_begu
 from profiles.record import record
 
 _NUM_WARM, _NUM_BATCHES, _LEAST_S = 12, 40, 0.6
-_MOST_CPUS = 0.6  # of all
+_MOST_CPUS, _HALF_OF_CPUS = 0.6, 0.4  # of all
 _HARMLESS = 5.0  # percent of the time; above it training is not the limit
 _TRIAL_S = 30.0
 _ROUNDS, _WINDOW_S, _MOST_WINDOW_S = 5, 0.4, 3.0
@@ -78,7 +78,10 @@ def right(case: Drawn, report: Report) -> tuple[bool, bool]:
     computes, whatever it would be without them, and a loop that sleeps does not run the moment it is woken up."""
     verdict = report.verdict
     stages, kinds = {case.stage}, set(case.kinds)
-    if (report.host.get("others_cpus") or 0.0) > _MOST_CPUS * report.machine.cpus:
+    others = (report.host.get("others_cpus") or 0.0) / report.machine.cpus
+    if case.bottleneck == "one batch" and others > _HALF_OF_CPUS:
+        kinds.add("computing")  # one batch is enough work for the CPU that is left
+    if others > _MOST_CPUS:
         if case.stage is None:
             stages.add("wakeup")
             kinds.add("wakeup")

@@ -3,7 +3,9 @@ records; and the base class of connectors that wrap another one."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -303,6 +305,16 @@ def links_of(connector: Connector, prefix: str) -> Sequence[str]:
 def local_path_of(connector: Connector) -> str | None:
     """The directory of this machine whose regular files are the objects; None for other stores."""
     return connector.local_path() if isinstance(connector, BulkConnector) else None
+
+
+def version_of(connector: Connector, info: ObjectInfo) -> str:
+    """Tells the versions of an object apart, for what is kept of it beyond a run: its etag, and of a local file the time
+    of its last change as well, which unlike the one in its etag no program sets: all files of an image may have one time."""
+    root = local_path_of(connector)
+    if root is not None:
+        with suppress(OSError):  # reading raises the error
+            return f"{info.etag}-{os.stat(f'{root}/{info.key}').st_ctime_ns:x}"
+    return info.etag
 
 
 class ConnectorLayer(BulkConnector):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat as stat_bits
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,6 +12,7 @@ from loaderkit._internal.text import warn
 from loaderkit.connectors.base import ObjectInfo, etag_of
 from loaderkit.errors import ConnectorError, ObjectNotFoundError
 
+_OF_SYSTEMS = re.compile(r"(?:\A|/)(?:\.[^/]*|lost\+found)/\Z")
 _Entry = tuple[str, os.DirEntry[str]]
 _OpenDirectory = tuple[Iterator[_Entry], tuple[int, int]]
 
@@ -26,7 +28,8 @@ class Directory:
         """All regular files whose key starts with `prefix`, ordered by the bytes of the whole key.
 
         Symbolic links are followed; a file that vanishes meanwhile is left out, and so are links that lead nowhere, with a
-        warning at the end. Raises `ObjectNotFoundError` if the directory is missing, and what `translate` makes of an OSError.
+        warning at the end, and hidden folders and lost+found if they may not be read and `prefix` does not name them. Raises
+        `ObjectNotFoundError` if the directory is missing, and what `translate` makes of an OSError.
         """
         # One entry for each open directory: its remaining entries, and its identity (against endless loops of links).
         identity = self._identity("")
@@ -72,6 +75,8 @@ class Directory:
         except FileNotFoundError:
             return []  # removed since its parent was read
         except OSError as error:
+            if isinstance(error, PermissionError) and _OF_SYSTEMS.search(directory) and not prefix.startswith(directory):
+                return []
             raise self._translate(directory, error) from error
         # "a-b/x" comes before "a/x": sorting directories with their slash walks in the order of whole keys.
         return sorted(matching, key=lambda pair: os.fsencode(pair[0]))

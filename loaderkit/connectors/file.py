@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit import native
+from loaderkit._internal.config.paths import absolute_path
 from loaderkit.connectors.base import (
     BulkConnector,
     BulkReads,
@@ -52,7 +53,7 @@ class FileConnector(BulkConnector):
     traits = ConnectorTraits(coalesce_gap=64 * 2**10)
 
     def __init__(self, root: str | Path) -> None:
-        self._root = os.path.abspath(root)
+        self._root = absolute_path(root)
         self._base = self._root if self._root.endswith("/") else self._root + "/"
         self._counts = WriteCounts()
 

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO
 
+from loaderkit._internal.text import warn
 from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
 from loaderkit.connectors.writing import Parts, WholeWriter, WriteCounts
 from loaderkit.errors import (
@@ -89,14 +90,15 @@ class FsspecConnector(BulkConnector):
         return FsspecConnector, (self._url,)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key starts with `prefix`, ordered by its UTF-8 bytes."""
+        """All objects whose key starts with `prefix`, ordered by its UTF-8 bytes. Links that lead nowhere, or to folders, are
+        left out with a warning, except those to folders of a web page."""
         system, root = self._open()
         folder = prefix.rpartition("/")[0]
         if _UNUSUAL_PART.search(folder) and folder:
             return
         self._count(0)
         try:
-            listing = system.find(f"{root}/{folder}".rstrip("/"), detail=True)
+            listing, missing = _found(system, f"{root}/{folder}".rstrip("/"))
         except FileNotFoundError:
             return
         except Exception as error:
@@ -104,15 +106,24 @@ class FsspecConnector(BulkConnector):
         infos, unsized = [], []
         for path, details in listing.items():
             key = _key_below(root, path)
-            if details.get("type", "file") != "file" or not key.startswith(prefix) or not key or key.endswith("/"):
+            kind = details.get("type", "file")
+            if kind == "directory" or not key.startswith(prefix) or not key or key.endswith("/"):
                 continue
-            if details.get("size") is not None:
+            if kind == "file" and details.get("size") is not None:
                 infos.append(ObjectInfo(key, int(details["size"]), _tag_of(details)))
             elif not (self._is_web and _NO_FILE.search(key)):
                 unsized.append(key)
-        if unsized:  # web servers list names without sizes
+        lost = [_key_below(root, path) for path in missing]
+        if unsized:  # web servers list names without sizes, and others list links
             with ThreadPoolExecutor(_NUM_STATS, thread_name_prefix="loaderkit-stat") as pool:
-                infos += filter(None, pool.map(self._stat_if_there, unsized))
+                stated = [*pool.map(self._stat_if_there, unsized)]
+            lost += [key for key, info in zip(unsized, stated, strict=True) if info is None]
+            infos += filter(None, stated)
+        if lost:
+            warn(
+                f"below {self.describe(prefix)} what is listed and is no file is left out ({len(lost)}, such as {lost[0]!r}): "
+                "a link that leads nowhere or to a folder, or a name that fsspec reads otherwise than the server wrote it"
+            )
         yield from sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
 
     def _stat_if_there(self, key: str) -> ObjectInfo | None:
@@ -363,6 +374,42 @@ class FsspecConnector(BulkConnector):
         with self._lock:
             self._num_requests += 1
             self._fetched_bytes += num_bytes
+
+
+def _found(system: Any, folder: str) -> tuple[dict[str, Any], list[str]]:
+    """The details of all files below a folder, by path, and the folders that were listed and are missing. Raises
+    FileNotFoundError if `folder` is missing.
+
+    Where a filesystem has no `find` of its own, fsspec's leaves out folders that it fails to list: a lost connection
+    would look like fewer files. So the folders are listed one by one here.
+    """
+    from fsspec import AbstractFileSystem
+    from fsspec.asyn import AsyncFileSystem
+
+    kind = type(system)
+    is_usual = getattr(kind, "_find", AsyncFileSystem._find) is AsyncFileSystem._find
+    if not is_usual or kind.find is not AbstractFileSystem.find:
+        return system.find(folder, detail=True), []
+    top = system._strip_protocol(folder)
+    found: dict[str, Any] = {}
+    missing: list[str] = []
+    folders = [top]
+    while folders:
+        here = folders.pop()
+        try:
+            listed = system.ls(here, detail=True)
+        except FileNotFoundError:
+            if here == top:
+                raise
+            missing.append(here)
+            continue
+        for details in listed:
+            path = details["name"].rstrip("/")
+            if details["type"] == "directory" and path != here:
+                folders.append(path)
+            else:
+                found[details["name"]] = details
+    return found, missing
 
 
 def _key_below(root: str, path: str) -> str:

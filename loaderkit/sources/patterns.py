@@ -186,7 +186,8 @@ def _regex(pattern: str, underscored: str | None) -> str:
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
         if part == "**":
-            regex += rf"((?:{not_hidden}[^/]+/)*" + (rf"{not_hidden}[^/]+)" if is_last else ")")
+            # A key of a bucket may have an empty part, as in "a//b".
+            regex += rf"((?:{not_hidden}[^/]*/)*" + (rf"{not_hidden}[^/]+)" if is_last else ")")
             continue
         if not part.startswith(".") and part not in _OF_SYSTEMS:
             regex += _NOT_HIDDEN if part.startswith("_") else not_hidden

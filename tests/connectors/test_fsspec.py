@@ -114,6 +114,16 @@ def test_what_is_not_below_the_url_is_not_listed(monkeypatch: pytest.MonkeyPatch
     writes_of(connector).delete("a/b.jpg")
 
 
+def test_links_are_listed_and_those_that_lead_nowhere_said(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to("d/a")
+    (tmp_path / "nowhere").symlink_to("gone")
+    connector = FsspecConnector(f"file://{tmp_path}")
+    with pytest.warns(UserWarning, match=r"is left out \(1, such as 'nowhere'\)"):
+        assert [(info.key, info.size) for info in connector.list("")] == [("d/a", 3), ("link", 3)]
+
+
 def test_users_and_passwords_stay_inside() -> None:
     connector = FsspecConnector("memory://user:secret@place/x")
     assert "secret" not in connector.describe("a") + connector.traits.store

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +16,7 @@ import pytest
 from buckets import epoch_of
 
 from loaderkit.connectors.fsspec import FsspecConnector
-from loaderkit.errors import ObjectChangedError, ObjectNotFoundError, ShortReadError
+from loaderkit.errors import ObjectChangedError, ObjectNotFoundError, ShortReadError, UnreachableError
 
 pytest.importorskip("aiohttp")
 
@@ -30,6 +32,11 @@ class WithRanges(SimpleHTTPRequestHandler):
     def list_directory(self, path: Any) -> Any:
         if "hidden" in str(path):
             return self.send_error(404)
+        if "reset" in str(path):
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+            return None
         return super().list_directory(path)
 
     def do_GET(self) -> None:
@@ -78,6 +85,31 @@ def test_shards_by_name(web: tuple[Path, str], shards: Path, place: str) -> None
     assert (
         epoch_of({**source, "url": f"{url}/{place}/{names}"})[0] == epoch_of({**source, "url": f"{shards}/{names}"})[0]
     )
+
+
+@pytest.mark.parametrize("place", ["reset", "a/b/reset"])
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(web: tuple[Path, str], place: str) -> None:
+    folder, url = web
+    for name in ("a/b/1", f"{place}/2", "z/3"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    connector = FsspecConnector(url)
+    with pytest.raises(UnreachableError, match="the connection failed"):
+        list(connector.list(""))
+    connector.close()
+
+
+def test_what_a_page_lists_and_is_not_there_is_said(web: tuple[Path, str]) -> None:
+    folder, url = web
+    (folder / "a" / "hidden").mkdir(parents=True)
+    (folder / "a" / "hidden" / "2").write_bytes(b"x")
+    (folder / "1").write_bytes(b"x")
+    (folder / "nowhere").symlink_to(folder / "gone")
+    connector = FsspecConnector(url.replace("://", "://user:secret@"))
+    with pytest.warns(UserWarning, match=r"is left out \(2, such as 'a/hidden'\)") as caught:
+        assert [info.key for info in connector.list("")] == ["1"]
+    assert "secret" not in str(caught[0].message)
+    connector.close()
 
 
 def test_replaced_and_cut_short(web: tuple[Path, str]) -> None:

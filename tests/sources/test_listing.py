@@ -150,9 +150,13 @@ def test_too_many_braces() -> None:
     [
         ("**/*", ["a", "a/b", "a/b/c.jpg"], [".a", "a/.b", ".a/b"]),
         ("**", ["a", "a/b"], [".a", "a/.b"]),
-        ("**/*.jpg", ["a.jpg", "x/y/a.jpg"], ["a.JPG", "a.jpg.txt", "ajpg", ".jpg", "x/.y/a.jpg"]),
+        (
+            "**/*.jpg",
+            ["a.jpg", "x/y/a.jpg", "x//a.jpg", "/a.jpg"],
+            ["a.JPG", "a.jpg.txt", "ajpg", ".jpg", "x/.y/a.jpg"],
+        ),
         ("*.jpg", ["a.jpg"], ["x/a.jpg", ".a.jpg"]),
-        ("a/**/b", ["a/b", "a/x/b", "a/x/y/b"], ["a/.x/b", "ab", "xa/b"]),
+        ("a/**/b", ["a/b", "a/x/b", "a/x/y/b", "a//b"], ["a/.x/b", "ab", "xa/b"]),
         ("a/**", ["a/b", "a/b/c"], ["a", "ab/c"]),
         (".*/*", [".a/b"], ["a/b", ".a/.b"]),
         ("**/.hidden/*", [".hidden/a", "x/.hidden/a"], [".x/.hidden/a"]),

@@ -80,7 +80,12 @@ def _mark(path: str) -> tuple[int, ...]:
 
 
 def _walk(path: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    mark = _mark(path)
+    try:
+        mark = _mark(path)
+    except PermissionError:
+        if not above:
+            raise
+        return  # listing leaves it out, or raises
     if mark[:2] in above:  # a loop of links
         return
     yield path, mark

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
+from loaderkit._internal.config.paths import absolute_path
 from loaderkit._internal.system.user_cache import default_cache_dir
 from loaderkit.checkpoint.contents import Checkpoint
 from loaderkit.checkpoint.discovery.archive import TarConnector
@@ -75,7 +76,7 @@ def _split(url: str, connectors: Mapping[str, Connector]) -> tuple[str, str, Con
     if scheme in connectors:
         return url, rest.strip("/"), connectors[scheme]
     if scheme == "file":
-        rest = os.path.abspath(os.path.expanduser(rest))
+        rest = absolute_path(os.path.expanduser(rest))
     parts = rest.rstrip("/").split("/")
     cut = next((n for n, part in enumerate(parts) if part.endswith(".tar")), len(parts) - 1)
     if scheme == "file" and os.path.isdir("/".join(parts[: cut + 1])):

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 
 from loaderkit._internal.config.diagnostics import Problems
 from loaderkit._internal.config.model_errors import validate
+from loaderkit._internal.config.paths import absolute_path
 from loaderkit._internal.config.settings import Duration, Model, as_tuple
 from loaderkit._internal.config.yaml_text import expand_variables, read_yaml
 from loaderkit._internal.units import format_bytes, format_seconds, parse_bytes, parse_seconds
@@ -345,7 +346,7 @@ def save_settings(target: str | os.PathLike[str] | Mapping[str, Any], **argument
 
 def _absolute(path: str, base: Path) -> str:
     """A URL as it is; a path from `base` on."""
-    return path if _URL.match(path) else os.path.normpath(base / Path(path).expanduser())
+    return path if _URL.match(path) else absolute_path(base / Path(path).expanduser())
 
 
 def _text_of(path: Path) -> str:

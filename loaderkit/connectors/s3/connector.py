@@ -138,6 +138,8 @@ class S3Connector(BulkConnector):
         """Fill `buffer` with the object's bytes from `start` on, or raise; see `Connector.read_into`."""
         if start < 0:
             raise ShortReadError(f"{self.describe(key)}: the offset {start} is negative")
+        if etag is not None and _EMPTY_PART.search(key):
+            self._odd_keys.add(key)  # another connector listed it, maybe long ago
         if not len(buffer):
             self._check_etag(self.stat(key), etag)
             return
@@ -322,6 +324,11 @@ class S3Connector(BulkConnector):
         while True:
             page = self._requests.ask(partial(_page, full, token), self.describe(prefix) + "*")
             for listed in page.objects:
+                if not listed.key.startswith(full):  # cut to size it could be the name of another object
+                    raise ConnectorError(
+                        f"{self.describe(prefix)}*: the store lists {listed.key!r} there, as it takes some names for others: "
+                        "is there a slash too many in `url`?"
+                    )
                 key = listed.key[len(location.prefix) :]
                 if not key or key.endswith("/"):
                     continue

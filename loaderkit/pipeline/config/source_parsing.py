@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
 from loaderkit._internal.config.model_errors import validate
+from loaderkit._internal.config.paths import absolute_path
 from loaderkit._internal.config.settings import Model
 from loaderkit.connectors.config import SourceArgs
 from loaderkit.connectors.factory import CONNECTORS, scheme_of
@@ -123,7 +124,7 @@ def parse_kind(raw: dict[str, Any], path: KeyPath, problems: Problems, base: Pat
     cache = getattr(parsed, "cache", None)
     if parsed is not None and cache is not None and cache.dir is not None:
         try:
-            folder = os.path.normpath(base.absolute() / Path(cache.dir).expanduser())
+            folder = absolute_path(base.absolute() / Path(cache.dir).expanduser())
             parsed = parsed.model_copy(update={"cache": cache.model_copy(update={"dir": folder})})
         except RuntimeError as error:  # an unknown user in ~user
             problems.error((*path, "cache", "dir"), f"{cache.dir!r}: {error}")
@@ -160,7 +161,7 @@ def absolute_url(url: str, base: Path) -> str:
     """The URL, or the path relative to `base` as an absolute one."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", url):
         return url
-    return os.path.normpath(base.absolute() / os.path.expanduser(url))  # "~x" without such a user is a name
+    return absolute_path(base.absolute() / os.path.expanduser(url))  # "~x" without such a user is a name
 
 
 def parse_section(model: type[M], data: dict[str, Any], key: str, problems: Problems) -> M | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
 from loaderkit._internal.config.model_errors import validate
+from loaderkit._internal.config.paths import absolute_path
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.registry import STAGES
 from loaderkit.stages.base import StageArgs, StageConfig
@@ -80,7 +81,7 @@ def _paths_in(args: StageArgs, names: Iterable[str], base: Path) -> dict[str, st
     """The arguments that name an existing file or folder, as absolute paths; others may be names of something else."""
     given = {name: getattr(args, name) for name in names}
     absolute = {
-        name: os.path.normpath(base.absolute() / os.path.expanduser(value))
+        name: absolute_path(base.absolute() / os.path.expanduser(value))
         for name, value in given.items()
         if isinstance(value, str)
     }

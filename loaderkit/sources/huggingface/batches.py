@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from loaderkit._internal.system.forks import ending_forks
 from loaderkit._internal.system.user_cache import keep, path_in_cache
-from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, bulk_of
+from loaderkit.connectors.base import ByteRange, Connector, ObjectInfo, bulk_of, version_of
 from loaderkit.errors import FormatError, LoaderkitError, ObjectChangedError
 from loaderkit.sources.arrow.columns import join
 from loaderkit.sources.arrow.convert import column_of
@@ -42,12 +42,12 @@ class BatchTable(NamedTuple):
 
 
 def load_batches(connector: Connector, info: ObjectInfo, cache_dir: Path | None) -> BatchTable:
-    """The record batches of a file, from the copy in `cache_dir` if size and etag match, else from the file. Raises FormatError
-    that names it, MissingExtraError, and what the connector raises."""
+    """The record batches of a file, from the copy in `cache_dir` if it is of this version, else from the file. Raises
+    FormatError that names it, MissingExtraError, and what the connector raises."""
     if cache_dir is None:
         return _found(connector, info)
     path = path_in_cache(cache_dir, "arrow-batches", connector.describe(info.key), ".npz")
-    made_of = f"{_VERSION} {info.size} {info.etag}"
+    made_of = f"{_VERSION} {info.size} {version_of(connector, info)}"
     table = _load_copy(path, made_of, info.size)
     if table is None:
         table = _found(connector, info)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit._internal.system.user_cache import keep, path_in_cache
-from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.base import Connector, ObjectInfo, version_of
 from loaderkit.errors import FormatError, LoaderkitError, MissingExtraError
 from loaderkit.sources.arrow.messages import ArrowMessages
 from loaderkit.sources.sequences.megatron import Documents
@@ -23,7 +23,7 @@ Int64 = NDArray[np.int64]
 
 
 def load_list_bounds(connector: Connector, info: ObjectInfo, cache_dir: Path | None, *, column: str) -> Documents:
-    """The lists of a column, a document each, from the copy in `cache_dir` if size and etag match, else from the file.
+    """The lists of a column, a document each, from the copy in `cache_dir` if it is of this version, else from the file.
 
     Raises `FormatError` if it is damaged, compressed or has no such column of lists, `MissingExtraError`, and what the
     connector raises.
@@ -32,7 +32,7 @@ def load_list_bounds(connector: Connector, info: ObjectInfo, cache_dir: Path | N
     if cache_dir is None:
         return _found(connector, info, column, name)
     path = path_in_cache(cache_dir, "arrow-lists", f"{name} {column}", ".npz")
-    made_of = f"{_VERSION} {info.size} {info.etag} {column}"
+    made_of = f"{_VERSION} {info.size} {version_of(connector, info)} {column}"
     found = _load_copy(path, made_of, info.size)
     if found is None:
         found = _found(connector, info, column, name)

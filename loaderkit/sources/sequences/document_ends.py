@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loaderkit._internal.system.user_cache import keep, path_in_cache
-from loaderkit.connectors.base import Connector, ObjectInfo
+from loaderkit.connectors.base import Connector, ObjectInfo, version_of
 
 _VERSION = 1
 _BLOCK_BYTES = 8 << 20  # a multiple of any token's size
@@ -30,13 +30,13 @@ def load_document_ends(
     the file.
 
     Documents end behind every token `end`, and at the end of the file. Taken from the copy in `cache_dir` (None keeps
-    no copies) if size and etag match, else found by reading the file once, `block_bytes` at a time; a failure to keep a
+    no copies) if it is of this version, else found by reading the file once, `block_bytes` at a time; a failure to keep a
     copy is no error. Raises what the connector raises.
     """
     if cache_dir is None:
         return _scanned(connector, info, first_byte, dtype, end, block_bytes)
     path = path_in_cache(cache_dir, "document-ends", connector.describe(info.key), ".npz")
-    made_of = f"{_VERSION} {info.size} {info.etag} {first_byte} {dtype.str} {end}"
+    made_of = f"{_VERSION} {info.size} {version_of(connector, info)} {first_byte} {dtype.str} {end}"
     ends = _load_copy(path, made_of)
     if ends is None:
         ends = _scanned(connector, info, first_byte, dtype, end, block_bytes)

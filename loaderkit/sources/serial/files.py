@@ -15,7 +15,7 @@ from pydantic import Field
 
 from loaderkit._internal.system.user_cache import default_cache_dir, path_in_cache
 from loaderkit._internal.text import warn
-from loaderkit.connectors.base import Connector, ObjectInfo, Ranges, traits_of
+from loaderkit.connectors.base import Connector, ObjectInfo, Ranges, traits_of, version_of
 from loaderkit.connectors.config import StoreArgs
 from loaderkit.errors import FormatError, LoaderkitError, SourceError
 from loaderkit.samples.sample import Table
@@ -314,4 +314,5 @@ def load_with(
 ) -> Offsets:
     """The index of a file: its copy on this machine, or what `find` finds."""
     path = path_in_cache(default_cache_dir(), kind, connector.describe(info.key), ".offsets")
-    return load_offsets(info, path, lambda: find(connector, info))
+    version = info._replace(etag=version_of(connector, info))
+    return load_offsets(version, path, lambda: find(connector, info))

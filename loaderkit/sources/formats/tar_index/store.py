@@ -9,7 +9,7 @@ import numpy as np
 
 from loaderkit._internal.system.user_cache import keep, path_in_cache
 from loaderkit._internal.text import warn
-from loaderkit.connectors.base import Connector, ObjectInfo, traits_of
+from loaderkit.connectors.base import Connector, ObjectInfo, traits_of, version_of
 from loaderkit.errors import AccessDeniedError, FormatError, ObjectNotFoundError
 from loaderkit.sources.formats.tar_index.index import TarIndex, sample_key_and_extension
 from loaderkit.sources.formats.tar_index.scan import TarScanner, scan_tar
@@ -30,7 +30,7 @@ def load_index(
 
     First the `.idx` beside it, if it exists and fits the archive (a misfit is warned about); it lists only members of samples,
     so a caller that needs every member passes `use_wds_index=False`. Then the copy in `cache_dir` (None keeps no
-    copies), if size and etag match. Else the headers are scanned and a copy is kept; a failure to keep it is no error.
+    copies), if it is of this version. Else the headers are scanned and a copy is kept; a failure to keep it is no error.
     For a remote store the `.idx` is copied as well, and copies come first, as a look beside each of thousands of shards
     takes requests. Raises what `scan_tar` raises. With `up_to_damage` a damaged archive has an index as well, of which
     no copy is kept.
@@ -38,20 +38,21 @@ def load_index(
     if cache_dir is None:
         index = _beside(connector, info) if use_wds_index else None
         return index if index is not None else scan_tar(connector, info, up_to_damage=up_to_damage)
+    version = info._replace(etag=version_of(connector, info))
     path = path_in_cache(cache_dir, "tar-index", connector.describe(info.key), ".npz")
     of_samples = path.with_name(f"{path.stem}-samples.npz")
     is_remote = traits_of(connector).is_remote
-    index = _load_copy(path, info) if is_remote else None
+    index = _load_copy(path, version) if is_remote else None
     if index is None and use_wds_index:
-        index = _load_copy(of_samples, info) if is_remote else None
+        index = _load_copy(of_samples, version) if is_remote else None
         if index is None and (index := _beside(connector, info)) is not None and is_remote:
-            _save_copy(of_samples, info, index)
+            _save_copy(of_samples, version, index)
     if index is None:
-        index = _load_copy(path, info)
+        index = _load_copy(path, version)
     if index is None:
         index = scan_tar(connector, info, up_to_damage=up_to_damage)
         if index.is_whole:  # else the next to open it must be warned too
-            _save_copy(path, info, index)
+            _save_copy(path, version, index)
     return index
 
 

@@ -35,9 +35,11 @@ so that they may cross a process boundary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s]+@")
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 """The errors of a user's function that count as a failure of its sample. KeyboardInterrupt is none of them: it ends the
 loop."""
@@ -52,11 +54,14 @@ class LoaderkitError(Exception):
 
 
 def printable(text: str) -> str:
-    """Text for a terminal or a log: all but line ends and tabs that `repr` would escape is escaped as it does.
+    """Text for a terminal or a log: passwords of URLs are left out, and all but line ends and tabs that `repr` would escape
+    is escaped as it does.
 
     A terminal obeys control characters (it moves the cursor, changes its title, writes to the program's input), and lone
     surrogates, which stand for bytes that are no UTF-8, are refused by whatever writes UTF-8.
     """
+    if "@" in text:
+        text = _PASSWORD.sub(r"\1***@", text)
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

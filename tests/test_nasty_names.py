@@ -23,7 +23,7 @@ from loaderkit.checkpoint import latest
 from loaderkit.cli import main
 from loaderkit.cli.terminal import console
 from loaderkit.connectors.memory import MemoryConnector
-from loaderkit.errors import CheckpointError, FormatError, StageError, printable
+from loaderkit.errors import CheckpointError, FormatError, LoaderkitError, StageError, printable
 from loaderkit.profile.render.summary import PlainConsole, table_of
 from loaderkit.sources.formats.tar_index import load_index
 
@@ -72,6 +72,16 @@ def test_printable(rng: random.Random) -> None:
         copy = pickle.loads(pickle.dumps(StageError(text, key=text)))
         assert (str(copy), copy.key) == (shown, text)  # the key is what the sample is called
     assert printable("a\x1b[2Jb\\x1b") == "a\\x1b[2Jb\\x1b"
+
+
+def test_no_message_has_a_password(rng: random.Random) -> None:
+    secret = "".join(rng.choices("abcXYZ019@:%!", k=12))
+    for url in (f"sftp://me:{secret}@host/data/a@b.tar", f"https://:{secret}@host:80", f"ftp://me:{secret}@host\nnext"):
+        said = str(LoaderkitError(f"nothing below '{url}'"))
+        assert secret not in said
+        assert said == f"nothing below '{url}'".replace(secret, "***")
+    for plain in ("s3://bucket/a:b@c", "a@b.c", "file:///x:1@2", "http://host:80/x@y"):
+        assert printable(plain) == plain
 
 
 def test_tables_and_texts(rng: random.Random) -> None:

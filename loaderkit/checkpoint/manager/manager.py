@@ -430,7 +430,7 @@ class CheckpointManager:
 
         run: str | None = None
 
-        def restore(url: str, of: str | None) -> None:
+        def restore(url: str, of: str | None, begun: set[str]) -> None:
             nonlocal run
             run = restore_state(
                 url,
@@ -441,6 +441,7 @@ class CheckpointManager:
                 strict=strictness,
                 rename=rename,
                 only=None if of is None else left_out_in(of, connectors=self._connectors, rename=rename),
+                begun=begun,
             )
 
         with nullcontext() if self._starts is None else self._starts.told():

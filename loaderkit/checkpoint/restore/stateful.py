@@ -57,6 +57,7 @@ def restore_state(
     strict: Strictness = _STRICT,
     rename: Mapping[str, str] | None = None,
     only: LeftOut | None = None,
+    begun: set[str] | None = None,
 ) -> str | None:
     """Restore `state` in place from a checkpoint, saved by any number of ranks; what its run has measured (RUN), if it says so.
 
@@ -64,8 +65,8 @@ def restore_state(
     dtypes are compared before the first byte is written. What only the checkpoint has is left out if its first key is not in
     the state, an error in a module, and else made: the state's table or empty list gets it. Of optimizers that the
     checkpoint says it was saved without only the options are restored. `only`: nothing but these optimizers. What `strict`
-    names keeps its values, or is left out; `rename` is that of `loaderkit.restore`.
-    Raises CheckpointError, PeerError, FormatError, ConnectorError.
+    names keeps its values, or is left out; `rename` is that of `loaderkit.restore`. `begun` gets the names of what is filled in
+    its place, before the first is. Raises CheckpointError, PeerError, FormatError, ConnectorError.
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
         run, without = _said(source, Renaming(rename or {}))
@@ -88,6 +89,8 @@ def restore_state(
         targets.part_shared()
         targets.check()
         targets.tell_expected(source)
+    if begun is not None:
+        begun |= targets.filled
     reader = StreamReader(url, process_group=process_group, timeout_s=timeout_s, connectors=connectors, rename=rename)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         load(targets.flat, storage_reader=reader, planner=DefaultLoadPlanner(), process_group=process_group)
@@ -332,6 +335,12 @@ class _Targets:
             has_tensors = any(isinstance(value, torch.Tensor) for value in part.flat.values())
             if isinstance(part.object, ExpectsState) and not has_tensors:
                 part.object.expect_state(part.state_of(source.plain_values([*part.flat])))
+
+    @property
+    def filled(self) -> set[str]:
+        """The names of what is filled in its place: tensors, and objects that are given a whole state."""
+        modules = {full for part in self._objects if part.keeps_memory for full in part.flat}
+        return modules | self._given.keys() | {part.name for part in self._objects if not part.is_kept}
 
     def settle(self) -> None:
         """Put what was read where it belongs."""

@@ -185,7 +185,7 @@ class _Targets:
         self._objects: list[ObjectPart] = []
         self._rest: dict[tuple[str, ...], _OnlySaved] = {}  # by place of a container
         self._same: dict[str, str] = {}  # names of the memory that another name fills
-        self._kept: set[str] = set()  # names of another shape, which keep their values
+        self._own: set[str] = set()  # names of tensors and plain values here
         self._missing: list[str] = []
         self._problems: list[str] = []
 
@@ -197,7 +197,9 @@ class _Targets:
             self._missing += part.missing
             self._problems += part.problems
             self.flat |= part.flat
-        elif name not in self._names:
+            return
+        self._own.add(name)
+        if name not in self._names:
             # An empty list is a value, and in the checkpoint perhaps one with tensors or tables.
             is_entered = leaf.value == [] and any(full.startswith(f"{name}.") for full in self._names)
             if not is_entered and not matches(name, self._strict.missing):
@@ -222,7 +224,7 @@ class _Targets:
     def add_rest(self) -> None:
         """Add what only the checkpoint has, below the entries at the top of the state."""
         taken = {full for part in self._objects for full in part.names}
-        taken |= self._kept | {full for full in self._names if matches(full, self._strict.unexpected)}
+        taken |= self._own | {full for full in self._names if matches(full, self._strict.unexpected)}
         tops = {*map(str, self._state)}
         for full in sorted(self._names - taken - self.flat.keys()):
             path = self._contents.paths.get(full, (full,))
@@ -264,7 +266,7 @@ class _Targets:
         if entry is None:
             self._problems.append(f"{name!r} is a tensor, and none in the checkpoint")
         elif keeps_shape(self._contents, name, leaf.value, entry, self._strict):
-            self._kept.add(name)
+            return
         elif problem := difference(leaf.value, entry):
             self._problems.append(f"{name!r} {problem}")
         else:

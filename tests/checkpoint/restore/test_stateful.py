@@ -207,6 +207,13 @@ class TestWhatDoesNotFit:
         assert not x.any()
         assert equal(before, dict(model.state_dict()))
 
+    @pytest.mark.parametrize("x", [torch.zeros(4), torch.zeros(3, dtype=torch.int64), 5])
+    def test_what_does_not_fit_is_named_once(self, url: str, x: Any) -> None:
+        """And not as if the state had nothing of that name."""
+        with pytest.raises(CheckpointError) as caught:
+            restore_state(url, {"x": x}, timeout_s=60.0)
+        assert str(caught.value).count("'x'") == 1
+
     @pytest.mark.parametrize(
         ("saved", "here", "said"),
         [

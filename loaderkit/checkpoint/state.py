@@ -7,9 +7,11 @@ state ─> resolve, one walk ─> values and paths by name, with the state_dict 
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -305,6 +307,12 @@ def _check_values(leaves: Mapping[str, Leaf]) -> None:
             )
 
 
+@cache
+def _is_bits(dtype: torch.dtype) -> bool:
+    """True for a type whose tensors torch cannot copy, such as bits8 and uint4."""
+    return re.fullmatch(r"torch\.(bits\w+|u?int[1-7])", str(dtype)) is not None
+
+
 def _unreadable_kind(tensor: torch.Tensor) -> str:
     """The kind of a tensor that could be saved but not restored; "" for an ordinary tensor, or one of which this rank
     has a part."""
@@ -314,6 +322,8 @@ def _unreadable_kind(tensor: torch.Tensor) -> str:
         return "on the meta device, and has no elements"
     if tensor.layout != torch.strided or tensor.is_quantized:
         return f"a {'quantized' if tensor.is_quantized else tensor.layout} tensor"
+    if _is_bits(tensor.dtype):
+        return f"a {tensor.dtype} tensor"
     has_parts = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return f"a {type(tensor).__name__}" if has_parts and not hasattr(tensor, "trigger_wait") else ""
 

@@ -41,7 +41,7 @@ from loaderkit.checkpoint.structure import OWN_KEY, RUN, saved_objects, saved_st
 from loaderkit.checkpoint.timing.costs import Extent
 from loaderkit.checkpoint.timing.pace import SavePace
 from loaderkit.connectors.base import Connector
-from loaderkit.errors import CheckpointError, ClosedError, ConfigError
+from loaderkit.errors import CheckpointError, ClosedError, ConfigError, printable
 from loaderkit.ranks.board import Board, board_with_address, open_board
 from loaderkit.ranks.store import default_store
 
@@ -430,7 +430,7 @@ class CheckpointManager:
 
         run: str | None = None
 
-        def restore(url: str, of: str | None) -> None:
+        def restore(url: str, of: str | None, begun: set[str]) -> None:
             nonlocal run
             run = restore_state(
                 url,
@@ -441,6 +441,7 @@ class CheckpointManager:
                 strict=strictness,
                 rename=rename,
                 only=None if of is None else left_out_in(of, connectors=self._connectors, rename=rename),
+                begun=begun,
             )
 
         with nullcontext() if self._starts is None else self._starts.told():
@@ -584,11 +585,16 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def _board(process_group: Any, timeout_s: float, *, with_address: bool) -> Board | None:
     """What the ranks agree by; None for one rank."""
     distributed = torch.distributed
-    if (
-        not distributed.is_available()
-        or not distributed.is_initialized()
-        or distributed.get_world_size(process_group) == 1
-    ):
+    if not distributed.is_available() or not distributed.is_initialized():
+        if (num := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
+            logger.warning(
+                "WORLD_SIZE is %s, and torch.distributed is not initialised: this rank saves and restores alone, as the others "
+                "do, and in one directory they replace one another's steps. Call init_process_group before making the "
+                "CheckpointManager, or give each rank a directory of its own",
+                printable(num),
+            )
+        return None
+    if distributed.get_world_size(process_group) == 1:
         return None
     ranks = distributed.get_process_group_ranks(process_group or distributed.group.WORLD)
     group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from loaderkit.checkpoint.discovery.verify import verify_checkpoint
 from loaderkit.checkpoint.manager.tiers import Tiers, warn_damaged
+from loaderkit.checkpoint.restore.objects import listed
 from loaderkit.checkpoint.restore.stateful import StateMismatchError
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
@@ -23,12 +24,15 @@ from loaderkit.ranks.board import Board
 
 logger = logging.getLogger("loaderkit")
 _DOING = "a checkpoint is restored"
+Restore = Callable[[str, str | None, set[str]], None]
+"""Restores a URL; of the URL of what was saved without optimizers, if given, only these. Adds to a set the names of what it
+fills, before the first is."""
 
 
 def restore_newest(
     tiers: Tiers,
     step: int | None,
-    restore: Callable[[str, str | None], None],
+    restore: Restore,
     *,
     board: Board | None,
     key: str,
@@ -38,8 +42,9 @@ def restore_newest(
     none. Of one without the state of optimizers it is called before with the newest that has it, and the URL of that without.
 
     If that fails on any rank because the checkpoint is damaged, the next one is taken, as `Tiers.whole` gives them. Raises what
-    it raises, and what `restore` raises.
+    it raises, what `restore` raises, and CheckpointError if the next one lacks what the damaged one may have filled.
     """
+    spoilt: set[str] = set()  # names of what damaged ones may have filled
     candidates = tiers.whole(step) if board is None or board.rank == 0 else iter(())
     failure: BaseException | None = None
     for number in itertools.count():
@@ -57,9 +62,16 @@ def restore_newest(
             board.collect(f"{about}/begins", about=about, doing=_DOING)
         if tiers.starts is not None:
             tiers.starts.begin(urls[-1])
-        error = _error_of(restore, urls, board, about)
+        begun: set[str] = set()
+        error = _error_of(restore, urls, begun, board, about)
         if not _has_failed(board, about, error):
+            if left := spoilt - begun:
+                raise CheckpointError(
+                    f"{urls[-1]} is restored, and has no {listed(left)}, which may have bytes of the damaged checkpoint that "
+                    "was tried before: remove that one, and restore into a new state"
+                ) from failure
             return chosen
+        spoilt |= begun
         reason = _judged(board, about, urls, tiers, connectors)
         if not reason:
             raise error or CheckpointError(f"another rank could not restore {urls[-1]}")
@@ -107,13 +119,13 @@ def _next(candidates: Iterator[tuple[int, str]], tiers: Tiers) -> tuple[int, lis
 
 
 def _error_of(
-    restore: Callable[[str, str | None], None], urls: Sequence[str], board: Board | None, about: str
+    restore: Restore, urls: Sequence[str], begun: set[str], board: Board | None, about: str
 ) -> BaseException | None:
     """What restoring met on this rank."""
     try:
         with nullcontext() if board is None else board.alive(about):
             for url in urls:
-                restore(url, None if url == urls[-1] else urls[-1])
+                restore(url, None if url == urls[-1] else urls[-1], begun)
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         if _says_damaged(error):
             return error

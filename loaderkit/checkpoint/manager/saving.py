@@ -54,6 +54,7 @@ class Saving:
         self.stats: dict[str, Any] = {"flush_s": 0.0}
         self._work, self._afterwards = work, afterwards
         self._committed = False
+        self._over = threading.Event()  # as Ctrl-C in `Thread.join` makes Python 3.11 and 3.12 take a thread for ended
         # Not a daemon: a program that ends without `close` still completes its last checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"loaderkit-flush-{step}")
 
@@ -69,7 +70,7 @@ class Saving:
     @property
     def is_done(self) -> bool:
         """True once it is committed, or has failed."""
-        return not self._thread.is_alive() and (self._committed or self.error is not None)
+        return self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return once it is committed. Raises what the flush met, and TimeoutError after `timeout_s`."""
@@ -86,8 +87,8 @@ class Saving:
 
     def join(self, timeout_s: float | None = None) -> None:
         """Return once it is done, or after `timeout_s`."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        if self._thread.ident is not None and self._over.wait(timeout_s):
+            self._thread.join()
 
     def start(self) -> None:
         """Begin to write; where the program ends and no thread can be begun any more, return once it is done."""
@@ -97,6 +98,12 @@ class Saving:
             self._run()
 
     def _run(self) -> None:
+        try:
+            self._write()
+        finally:
+            self._over.set()
+
+    def _write(self) -> None:
         begin_s = time.perf_counter()
         try:
             self._work(self)

@@ -20,6 +20,7 @@ from loaderkit.checkpoint.manager.directory import RunDirectory
 from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
 from loaderkit.checkpoint.save.copy import copy_checkpoint
+from loaderkit.checkpoint.save.owner import MAX_SILENCE_S
 from loaderkit.connectors.base import Connector
 from loaderkit.errors import CheckpointError, ConnectorError, FormatError, printable
 
@@ -54,11 +55,13 @@ class Uploads:
         self._uploaded = uploaded
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._idle = threading.Event()  # as Ctrl-C in `Thread.join` makes Python 3.11 and 3.12 take a thread for ended
         self._is_asked = False
         self._versions: dict[int, int] = {}  # step -> how often this process has begun to save it
         self._being_saved: int | None = None
         self._done: dict[int, int] = {}  # step -> the version of it that is in `far`
         self._given_up: dict[int, int] = {}
+        self._others: set[int] = set()  # saved by this process, and not uploaded as another seems to be at that step
         self._queue: set[int] = set()
         self._last: int | None = None  # the step that was saved last
         self._current: int | None = None
@@ -105,6 +108,7 @@ class Uploads:
                     thread = threading.Thread(target=self._run, name="loaderkit-upload")
                     start_thread(thread)
                     self._thread = thread
+                    self._idle.clear()
         except ProgramEndsError:
             self._settle(ConnectorError(_ENDED))
 
@@ -124,19 +128,29 @@ class Uploads:
             return None if self._begin_s is None else time.perf_counter() - self._begin_s
 
     def finish(self, within_s: float | None = None) -> None:
-        """Return once there is nothing to upload any more. What has failed is tried again. Raises what that met. After
-        `within_s` what is left is left to the next run."""
+        """Return once there is nothing to upload any more. What has failed is tried again. Raises what that met, and
+        ConnectorError for what was saved and is left to another process. After `within_s` what is left is left to the next
+        run."""
         deadline_s = None if within_s is None else time.monotonic() + within_s
         with self._lock:
-            is_failed = self._thread is None and self._error is not None and not isinstance(self._error, _FINAL)
-        if is_failed:
+            is_failed = self._error is not None and not isinstance(self._error, _FINAL)
+            is_left = self._thread is None and (is_failed or bool(self._others))
+        if is_left:
             self.start()
         while (thread := self._running()) is not None:
-            thread.join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+            self._idle.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 self.end_with(None)
                 return
+            thread.join()
         self.raise_failure()
+        with self._lock:
+            others = sorted(self._others)
+        if others:
+            raise ConnectorError(
+                f"{self._near.url_of(others[-1])} is not uploaded to {self._far}: another process uploads that step, or has "
+                f"died at it within the last {MAX_SILENCE_S / 60:.0f} minutes. It stands; the next run goes on with the upload"
+            )
 
     def _running(self) -> threading.Thread | None:
         with self._lock:
@@ -168,6 +182,7 @@ class Uploads:
             with self._lock:
                 if not self._is_asked:
                     self._thread = None
+                    self._idle.set()
                     return
                 self._is_asked = False
             step = None
@@ -196,8 +211,10 @@ class Uploads:
             wanted = [step for step in ready if not self._is_done(step) and self._only in (None, step)]
             wanted = [step for step in wanted if self._given_up.get(step) != self._versions.get(step, 0)]
             versions = {step: self._versions.get(step, 0) for step in wanted}
-        free = [step for step in sorted(wanted, key=self._order) if not self._is_others(step)]
+        others = {step for step in wanted if self._is_others(step)}
+        free = [step for step in sorted(wanted, key=self._order) if step not in others]
         with self._lock:
+            self._others = {step for step in others if versions[step]}
             self._current = free[0] if free else None
         return (free[0], versions[free[0]]) if free else None
 
@@ -235,9 +252,10 @@ class Uploads:
             if self._versions.get(step, 0) != version or step not in self._near.committed():
                 # It was removed meanwhile, or saved again, so that its files are others.
                 logger.info("%s changed while it was uploaded", printable(self._near.url_of(step)))
-            elif isinstance(error, _FINAL) and self._is_lost_here_only(step):
+            elif isinstance(error, _FINAL) and (not version or self._is_lost_here_only(step)):
+                # What an earlier run has left would else end each start, at its first save.
                 self._given_up[step] = version
-                logger.warning("%s is not whole, and that in %s stands: %s", self._near.url_of(step), self._far, error)
+                logger.warning("%s is not uploaded to %s: %s", self._near.url_of(step), self._far, error)
             else:
                 raise
             return

@@ -57,6 +57,7 @@ def restore_state(
     strict: Strictness = _STRICT,
     rename: Mapping[str, str] | None = None,
     only: LeftOut | None = None,
+    begun: set[str] | None = None,
 ) -> str | None:
     """Restore `state` in place from a checkpoint, saved by any number of ranks; what its run has measured (RUN), if it says so.
 
@@ -64,8 +65,8 @@ def restore_state(
     dtypes are compared before the first byte is written. What only the checkpoint has is left out if its first key is not in
     the state, an error in a module, and else made: the state's table or empty list gets it. Of optimizers that the
     checkpoint says it was saved without only the options are restored. `only`: nothing but these optimizers. What `strict`
-    names keeps its values, or is left out; `rename` is that of `loaderkit.restore`.
-    Raises CheckpointError, PeerError, FormatError, ConnectorError.
+    names keeps its values, or is left out; `rename` is that of `loaderkit.restore`. `begun` gets the names of what is filled in
+    its place, before the first is. Raises CheckpointError, PeerError, FormatError, ConnectorError.
     """
     with OpenCheckpoint.open(url, connectors, "2GiB", "auto") as source:
         run, without = _said(source, Renaming(rename or {}))
@@ -88,6 +89,8 @@ def restore_state(
         targets.part_shared()
         targets.check()
         targets.tell_expected(source)
+    if begun is not None:
+        begun |= targets.filled
     reader = StreamReader(url, process_group=process_group, timeout_s=timeout_s, connectors=connectors, rename=rename)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         load(targets.flat, storage_reader=reader, planner=DefaultLoadPlanner(), process_group=process_group)
@@ -182,7 +185,7 @@ class _Targets:
         self._objects: list[ObjectPart] = []
         self._rest: dict[tuple[str, ...], _OnlySaved] = {}  # by place of a container
         self._same: dict[str, str] = {}  # names of the memory that another name fills
-        self._kept: set[str] = set()  # names of another shape, which keep their values
+        self._own: set[str] = set()  # names of tensors and plain values here
         self._missing: list[str] = []
         self._problems: list[str] = []
 
@@ -194,7 +197,9 @@ class _Targets:
             self._missing += part.missing
             self._problems += part.problems
             self.flat |= part.flat
-        elif name not in self._names:
+            return
+        self._own.add(name)
+        if name not in self._names:
             # An empty list is a value, and in the checkpoint perhaps one with tensors or tables.
             is_entered = leaf.value == [] and any(full.startswith(f"{name}.") for full in self._names)
             if not is_entered and not matches(name, self._strict.missing):
@@ -219,7 +224,7 @@ class _Targets:
     def add_rest(self) -> None:
         """Add what only the checkpoint has, below the entries at the top of the state."""
         taken = {full for part in self._objects for full in part.names}
-        taken |= self._kept | {full for full in self._names if matches(full, self._strict.unexpected)}
+        taken |= self._own | {full for full in self._names if matches(full, self._strict.unexpected)}
         tops = {*map(str, self._state)}
         for full in sorted(self._names - taken - self.flat.keys()):
             path = self._contents.paths.get(full, (full,))
@@ -261,7 +266,7 @@ class _Targets:
         if entry is None:
             self._problems.append(f"{name!r} is a tensor, and none in the checkpoint")
         elif keeps_shape(self._contents, name, leaf.value, entry, self._strict):
-            self._kept.add(name)
+            return
         elif problem := difference(leaf.value, entry):
             self._problems.append(f"{name!r} {problem}")
         else:
@@ -332,6 +337,12 @@ class _Targets:
             has_tensors = any(isinstance(value, torch.Tensor) for value in part.flat.values())
             if isinstance(part.object, ExpectsState) and not has_tensors:
                 part.object.expect_state(part.state_of(source.plain_values([*part.flat])))
+
+    @property
+    def filled(self) -> set[str]:
+        """The names of what is filled in its place: tensors, and objects that are given a whole state."""
+        modules = {full for part in self._objects if part.keeps_memory for full in part.flat}
+        return modules | self._given.keys() | {part.name for part in self._objects if not part.is_kept}
 
     def settle(self) -> None:
         """Put what was read where it belongs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import operator
 import os
@@ -473,15 +474,20 @@ def _data_of(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _apart(value: Any) -> Any:
-    """A plain value with copies of the tensors in its tuples and lists; the same one without tensors."""
+    """A plain value with copies of the tensors in its tuples, lists and tables; the same one without tensors."""
     if isinstance(value, torch.Tensor) and plain_tensor(value) is not None:
         return value.detach().clone()
     if type(value) in (list, tuple):
         items = [_apart(item) for item in value]
         return value if all(map(operator.is_, items, value)) else type(value)(items)
-    if type(value) is dict:
+    if isinstance(value, dict):
         table = {key: _apart(item) for key, item in value.items()}
-        return value if all(table[key] is item for key, item in value.items()) else table
+        if all(table[key] is item for key, item in value.items()):
+            return value
+        made = copy.copy(value)  # an OrderedDict stays one
+        for key, item in table.items():
+            made[key] = item
+        return made
     return value
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import traceback
 from pathlib import Path
 
 import pytest
 from conftest import HELPERS
 from seaweed import Seaweed
-from tiered import number_in
+from tiered import Two, number_in, state_of, steps_in
 from tiered_and_killed import NUM, far_store
+from waiting import wait_for
 
 import loaderkit
 
@@ -66,3 +70,37 @@ def test_its_failure_is_said(tmp_path: Path) -> None:
     said = ended(tmp_path / "to", "thread", "--fails")
     assert "the save of step 1 has failed, and the program has ended without `close`" in said
     assert str(tmp_path / "to") in said
+
+
+def interrupt_the_wait() -> None:
+    """Ctrl-C, once the main thread waits in `wait_until_finished`."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def waits() -> bool:
+        names = [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
+        return names[0] in ("wait", "_wait_for_tstate_lock") and "wait_until_finished" in names
+
+    wait_for(waits)
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_ctrl_c_while_it_is_waited_for(local: bool) -> None:
+    """A save, or an upload: another wait is one, and it is completed. Python 3.11 takes the thread for ended."""
+    two = Two()
+    two.far.hold()
+    checkpoints = two.manager() if local else loaderkit.CheckpointManager("far://", connectors=two.connectors)
+    saving = checkpoints.save(1, state_of(1))
+    assert saving is not None
+    assert two.far.begun.wait(60)
+    interrupts = threading.Thread(target=interrupt_the_wait)
+    interrupts.start()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.wait_until_finished()
+    interrupts.join()
+    assert saving.is_done == local
+    two.far.gate.set()
+    checkpoints.close()
+    assert saving.is_committed
+    assert steps_in(two.far) == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,38 @@ def test_mistakes_are_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture
                 manager.restore({"model": before}, **more)
         assert all(torch.equal(tensor, kept[name]) for name, tensor in before.state_dict().items())
     assert "passed over" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["module", "table", "optimizer"])
+def test_what_a_damaged_one_has_filled_is_not_kept(kind: str, tmp_path: Path) -> None:
+    """The one before lacks it, so that it would keep what the damaged one has left there."""
+
+    def state_of(number: float, *, has_more: bool) -> dict[str, Any]:
+        body, more = torch.full((200_000,), number), torch.nn.Linear(4, 4)
+        if kind == "optimizer":
+            optimizer = torch.optim.SGD(more.parameters(), lr=number, momentum=0.9)
+            return {"body": body} | ({"more": optimizer} if has_more else {})
+        return {"body": body} | ({"more": more if kind == "module" else {"x": torch.ones(3)}} if has_more else {})
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(1.0, has_more=False))
+        manager.save(2, state_of(2.0, has_more=True))
+    (file,) = (tmp_path / "step-0000000002").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[400_000] ^= 1
+    file.write_bytes(data)
+    strict = {"missing": "more*"}
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CheckpointError, match=r"step-0000000001 is restored, and has no more"):
+            manager.restore(state_of(0.0, has_more=True), strict=strict)
+        # What only the damaged one has, and nothing here keeps, is no loss.
+        alone = state_of(0.0, has_more=False)
+        assert manager.restore(alone, strict=strict) == 1
+        assert alone["body"].tolist() == [1.0] * 200_000
+    shutil.rmtree(tmp_path / "step-0000000002")
+    fresh = state_of(0.0, has_more=True)
+    assert restore(tmp_path, fresh, strict=strict) == 1
+    assert fresh["body"].tolist() == [1.0] * 200_000
 
 
 def test_stream_reader_renames(tmp_path: Path) -> None:

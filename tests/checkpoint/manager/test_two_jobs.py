@@ -80,3 +80,13 @@ def test_a_job_that_was_killed_here_is_forgotten(tmp_path: Path, caplog: pytest.
     save(tmp_path)
     assert not caplog.messages
     assert not marker.exists()
+
+
+def test_ranks_that_know_nothing_of_one_another_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each would save alone what torchrun has begun as one job."""
+    for size in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        save(tmp_path)
+        assert any("Call init_process_group before" in message for message in caplog.messages) == (size == "2")

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiered import Two, number_in, state_of, steps_in
+from tiered import Two, flip, number_in, state_of, steps_in
 
 import loaderkit
+from loaderkit.checkpoint.discovery.locate import save_target
 from loaderkit.checkpoint.manager.bandwidth import Bandwidth
 from loaderkit.checkpoint.manager.retention import SavedStep, steps_to_keep
 from loaderkit.checkpoint.manager.settings import KeepArgs
-from loaderkit.errors import UnreachableError
+from loaderkit.checkpoint.save.owner import this_process
+from loaderkit.checkpoint.save.placement import Placement, marker_key, put_marker
+from loaderkit.connectors.base import Connector, writes_of
+from loaderkit.errors import ConnectorError, UnreachableError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MiB = 2**20
@@ -121,6 +125,50 @@ def test_nothing_that_counts_is_ever_lost(
     finally:
         run.two.far.gate.set()
     run.end()
+
+
+def uploading_elsewhere(store: Connector, step: int) -> str:
+    """What a process on another machine leaves that is killed while it uploads a step; the key."""
+    target = save_target(f"far://step-{step:010d}", {"far": store})
+    owner = this_process()._replace(host="node7", machine="another")
+    placement = Placement(
+        "0123456789abcdef", 1, owner, f".saving-step-{step:010d}.0123456789abcdef/", 0, in_place=False
+    )
+    put_marker(target, writes_of(target.connector), placement)
+    return marker_key(target, placement)
+
+
+def test_what_is_saved_and_left_to_another_process_is_told() -> None:
+    """The job goes on elsewhere, saves that step again, and ends before the other process counts as dead."""
+    two = Two()
+    key = uploading_elsewhere(two.far, 2)
+    checkpoints = two.manager()
+    checkpoints.save(1, state_of(1))
+    checkpoints.save(2, state_of(2))
+    for end in (checkpoints.wait_until_finished, checkpoints.wait_until_finished):
+        with pytest.raises(ConnectorError, match=r"2 is not uploaded .* or has died at it within the last 15 minutes"):
+            end()
+        assert steps_in(two.far) == [1]
+    writes_of(two.far).delete(key)  # it was cleared
+    checkpoints.close()
+    assert steps_in(two.far) == [1, 2]
+
+
+def test_a_damaged_one_of_an_earlier_run_ends_no_start(caplog: pytest.LogCaptureFixture) -> None:
+    two = Two()
+    two.far.error = UnreachableError("no route")
+    checkpoints = two.manager()
+    checkpoints.save(1, state_of(1))
+    with suppress(UnreachableError):
+        checkpoints.close()
+    two.far.error = None
+    flip(two.near, 1)
+    for step in (3, 4):
+        with two.manager() as checkpoints:
+            checkpoints.wait_until_finished()
+            checkpoints.save(step, state_of(step))
+    assert steps_in(two.far) == [3, 4]
+    assert sum("is not uploaded to far://: " in message for message in caplog.messages) == 2
 
 
 class TestBandwidth:

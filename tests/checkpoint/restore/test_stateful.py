@@ -169,6 +169,8 @@ def test_a_table_that_has_no_place_for_it(saved: Any, fresh: Any, tmp_path: Path
     [
         (torch.eye(2).to_sparse(), "torch.sparse_coo tensor"),
         (torch.empty(2, device="meta"), "on the meta device"),
+        (torch.zeros(2, dtype=torch.uint8).view(torch.bits8), r"torch\.bits8 tensor"),
+        (torch.empty(2, dtype=torch.uint4), r"torch\.uint4 tensor"),
     ],
 )
 def test_tensors_that_could_not_be_restored_are_refused(tensor: torch.Tensor, said: str) -> None:
@@ -206,6 +208,13 @@ class TestWhatDoesNotFit:
         assert "nothing was written" in str(caught.value)
         assert not x.any()
         assert equal(before, dict(model.state_dict()))
+
+    @pytest.mark.parametrize("x", [torch.zeros(4), torch.zeros(3, dtype=torch.int64), 5])
+    def test_what_does_not_fit_is_named_once(self, url: str, x: Any) -> None:
+        """And not as if the state had nothing of that name."""
+        with pytest.raises(CheckpointError) as caught:
+            restore_state(url, {"x": x}, timeout_s=60.0)
+        assert str(caught.value).count("'x'") == 1
 
     @pytest.mark.parametrize(
         ("saved", "here", "said"),

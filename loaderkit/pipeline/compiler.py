@@ -18,7 +18,7 @@ from loaderkit.engine.pools import PoolPlan, plan_pools
 from loaderkit.engine.work import Stage
 from loaderkit.errors import ConfigError, StageError
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.config.registry import STAGES
+from loaderkit.pipeline.config.registry import SOURCES, STAGES
 from loaderkit.pipeline.dali_lowering import DaliLowering, lower
 from loaderkit.pipeline.opened import OpenedPipeline
 from loaderkit.samples.chunk import FieldSpec, image_names
@@ -125,6 +125,7 @@ def compile_stages(plan: OpenedPipeline) -> CompiledStages:
     used = [plain if one is None else one.connector for one, plain in zip(ahead, plan.connectors, strict=True)]
     stream = _open_stream(config)
     lowering = _lower(config, stream, plan.num_workers)
+    kinds = [member.kind for member in config.members] or [config.source_kind]
     context = CompileContext(
         source=plan.source,
         connector=None if config.members else used[0],
@@ -138,6 +139,7 @@ def compile_stages(plan: OpenedPipeline) -> CompiledStages:
         in_slots=None if lowering is not None else _stage_in_slots(config, stream),
         is_seeded=any(getattr(stage.args, "seeded", False) for stage in config.all_stages),
         output=config.output,
+        may_be_kept=plan.source.runs_user_code or not all(map(SOURCES.is_ours, kinds)),
     )
     stages = _compile(context, lowering, partial(_compile_parts, plan, used) if config.members else None)
     if plan.slowdown is not None:

@@ -176,7 +176,7 @@ def call_on_sample(
     function: Callable[..., Any], sample: Sample, key: str, rng: np.random.Generator | None, *, is_kept: bool = False
 ) -> Sample:
     """The sample after the call. Images become tensors for it, and images again after it if they still are. `is_kept`: a data
-    set may keep its values, so the function gets copies."""
+    set or a source may keep its values, so the function gets copies."""
     given = given_of(sample, key)
     if is_kept:
         given = {name: owned(value) for name, value in given.items()}
@@ -243,7 +243,10 @@ def filter_sample(
 
 
 def given_of(sample: Sample, key: str) -> Sample:
-    """What a function sees of a sample: images as tensors, and copies of encoded bytes, which lie in reused memory."""
+    """What a function sees of a sample: images as tensors, and copies of encoded bytes, which lie in reused memory. Raises
+    ValueError for a sample with a key of its own, which the function would not see."""
+    if _KEY in sample:
+        raise ValueError(f"its field {_KEY!r} has a reserved name: rename it, as by `fields: {{id: {_KEY}}}` in `source`")
     given = {
         name: to_tensor(value)
         if type(value) in (Image, Clip)
@@ -286,7 +289,7 @@ def _compile(stage: StageConfig, context: CompileContext) -> Stage:
         run_batch = _on_batches(function, keys if wants_rng else None)
         return stage.ready("batch", run_batch, close=close, owner=owner)
     call: Callable[..., Any] = filter_sample if isinstance(args, FilterArgs) else call_on_sample
-    if call is call_on_sample and context.source.runs_user_code and _is_first_call(stage, context):
+    if call is call_on_sample and context.may_be_kept and _is_first_call(stage, context):
         call = partial(call_on_sample, is_kept=True)
     run = each_call(partial(call, function), keys if wants_rng else None, context.source, context.failed(stage))
     return stage.ready("sample", run, close=close, owner=owner)

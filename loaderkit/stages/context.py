@@ -135,6 +135,7 @@ class CompileContext:
     sample_runs: list[Callable[[SampleChunk], Any]] = field(default_factory=list)  # the stages before `batch`, compiled
     mixed: str | None = None  # the name of the source, if it is one of several: stages get its rows of chunks
     is_seeded: bool = False  # a stage, also one of another source, seeds the global generators
+    may_be_kept: bool = False  # a data set, or a source of another package, may keep the values that it gives
     user_code: FairLock = field(
         default_factory=FairLock
     )  # held while undeclared code runs; all, if any of it is seeded
@@ -250,16 +251,15 @@ def _not_contained(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _naming_batches(
-    name: str, act: Callable[[dict[str, Any], BatchContext], None], stream: Stream | None
+    name: str, act: Callable[[dict[str, Any], BatchContext], Any], stream: Stream | None
 ) -> Callable[[dict[str, Any], BatchContext], None]:
     """A batch stage on the stream, whose errors name the batch."""
 
     def run(batch: dict[str, Any], context: BatchContext) -> None:
         try:
-            if stream is None:
-                act(batch, context)
-            else:
-                stream.run(act, batch, context)
+            value = act(batch, context) if stream is None else stream.run(act, batch, context)
+            if value is not None:
+                raise returned(value, "batch")
         except USER_ERRORS as error:
             raise_kernel_failure(error, f"{name}, with batch {context.step} of epoch {context.epoch},")
             reason = str(error) if isinstance(error, (ValueError, LoaderkitError)) else repr(error)

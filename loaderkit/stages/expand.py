@@ -22,7 +22,7 @@ from loaderkit.errors import USER_ERRORS
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.expanded import ExpandedChunk, MadeSample
 from loaderkit.samples.sample import Sample
-from loaderkit.samples.values import Clip, Encoded, Image, Pictures
+from loaderkit.samples.values import Clip, Encoded, Image, Pictures, owned
 from loaderkit.sampling.random import generator
 from loaderkit.stages.base import AddError, StageConfig
 from loaderkit.stages.batch import BatchArgs
@@ -148,8 +148,8 @@ class _Made:
         self.all: list[Any] | BaseException | None = None
 
     def given(self) -> Sample:
-        """What the function gets, in a dict of its own."""
-        return dict(self._given)
+        """What the function gets, in a dict of its own, with lists and dicts of its own."""
+        return {name: owned(value) if _is_container(value) else value for name, value in self._given.items()}
 
     def taken(self, result: Sample, *, copies: bool) -> Sample:
         """What the function has made. With `copies` nothing in it lies in the memory of the sample, which others are made of.
@@ -166,6 +166,11 @@ class _Made:
                 result[name] = self._sample[name]
         made = taken_of(self._sample, encoded, result)
         return {name: _apart(value, self._spans) if copies else _writable(value) for name, value in made.items()}
+
+
+def _is_container(value: Any) -> bool:
+    """True for what may be changed in place, or hold such: not for our own values, which are named tuples."""
+    return isinstance(value, (list, dict)) or type(value) is tuple
 
 
 def _read_only(value: Any) -> Any:
@@ -203,11 +208,13 @@ def _span(value: Any) -> tuple[int, int] | None:
 
 
 def _apart(value: Any, spans: Sequence[tuple[int, int]]) -> Any:
-    """The value, copied if it lies in this memory."""
+    """The value, copied if it lies in this memory, or is a list or dict, which several samples may share."""
     if isinstance(value, Clip):
         return Clip(tuple(_apart(frame, spans) for frame in value.frames))
     if isinstance(value, Pictures):
         return Pictures(tuple(_apart(image, spans) for image in value.images))
+    if _is_container(value):
+        return owned(value)
     span = _span(value)
     if span is None or not any(begin < span[1] and span[0] < end for begin, end in spans):
         return value

@@ -130,6 +130,8 @@ def _spec_of(  # noqa: PLR0911 - a kind of value each
 ) -> FieldSpec:
     if ragged is not None:
         tensor = ragged_tensor(value)
+        if ragged == "pad":
+            _check_dense(tensor)
         kind: Literal["pad", "ragged"] = "pad" if ragged == "pad" else "ragged"
         is_image = type(value) in (Clip, GpuDecoded) or is_picture(value)
         return FieldSpec(kind, tuple(tensor.shape), dtype_of(tensor), is_image, key, tensor.nbytes)
@@ -161,7 +163,23 @@ def _spec_of(  # noqa: PLR0911 - a kind of value each
         return FieldSpec("list", example_key=key, num_bytes=num_bytes)
     except (OverflowError, RuntimeError, ValueError) as error:
         raise ValueError(f"its value {value!r} fits no tensor: {error}") from error
+    _check_dense(tensor)
     return FieldSpec("slab", tuple(tensor.shape), dtype_of(tensor), example_key=key)
+
+
+def _check_dense(tensor: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that has no plain memory, as a batch's has."""
+    if tensor.is_nested:
+        kind, remedy = "nested", "to_padded_tensor(0)"
+    elif tensor.is_quantized:
+        kind, remedy = "quantized", "dequantize()"
+    elif tensor.layout is not torch.strided:
+        kind, remedy = str(tensor.layout).removeprefix("torch."), "to_dense()"
+    else:
+        return
+    raise ValueError(
+        f"it has a tensor that is {kind}, and the fields of a batch are dense: give `tensor.{remedy}`, or its parts as fields"
+    )
 
 
 def is_picture(value: Any) -> bool:

@@ -137,10 +137,10 @@ def each_sample(
     return run
 
 
-def returned(value: Any) -> TypeError:
+def returned(value: Any, given: str = "sample") -> TypeError:
     """The error of a stage's function that returned something that is no list of jobs."""
     return TypeError(
-        f"its function returned a value of type {type(value).__name__}: it changes the sample in place, and returns nothing"
+        f"its function returned a value of type {type(value).__name__}: it changes the {given} in place, and returns nothing"
     )
 
 

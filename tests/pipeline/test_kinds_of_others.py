@@ -344,3 +344,55 @@ def test_a_stage_that_returns_something(wrong: Callable[[Any], Any], named: str,
     message = rf"^odd failed for sample '{min(bad)}' in .*its function returned a value of type {named}: it changes"
     with pytest.raises(StageError, match=message), loaderkit.build(one_by_one) as loader:
         list(loader)
+
+
+def test_a_batch_stage_that_returns_another_batch_is_refused() -> None:
+    """Its fields would be lost."""
+
+    def compiled(stage: Any, context: Any) -> Any:
+        return stage.ready("batch", lambda batch, where: {**batch, "y": 1})
+
+    args = create_model("OddArgs", __base__=StageArgs, __doc__="Odd.")
+    register("odd", StageKind(args, "batch", compile=compiled))
+    pipeline = {**described("odd"), "stages": ["read", {"batch": {"size": 2}}, "odd"]}
+    message = r"^odd failed for batch 0 .*a value of type dict: it changes the batch in place, and returns nothing"
+    with pytest.raises(StageError, match=message), loaderkit.build(pipeline) as loader:
+        list(loader)
+
+
+class KeepsArgs(SourceArgs):
+    """Samples that the source keeps."""
+
+
+class Keeps(Numbers):
+    """Gives the same array and the same list each time."""
+
+    def __init__(self, args: KeepsArgs, connector: Any) -> None:
+        self.num = 8
+        self.samples: list[dict[str, Any]] = [{"x": np.array([number]), "seen": []} for number in range(self.num)]
+
+    def reader(self, context: ReadContext) -> Reader:
+        return SampleReader(lambda index: dict(self.samples[index]), context)
+
+
+def changes(sample: dict[str, Any]) -> None:
+    sample["x"] += 100
+    sample["seen"].append(1)
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread", "process"])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_function_changes_nothing_that_a_source_keeps(executor: str, is_mixed: bool) -> None:
+    register("keeps", SourceKind(KeepsArgs, Keeps, has_blocks=False))
+    stages = ["read", {"call": {"function": changes}}, {"batch": {"size": 4}}]
+    pipeline: dict[str, Any] = {"stages": stages, "prefetch": {"executor": executor}}
+    if is_mixed:
+        pipeline["sources"] = [{"name": name, "kind": "keeps", "weight": 1} for name in "ab"]
+    else:
+        pipeline["source"] = {"kind": "keeps"}
+    with loaderkit.build(pipeline) as loader:
+        for _ in range(2):
+            batches = list(loader)
+            found = sorted(x for batch in batches for x in batch["x"].flatten().tolist())
+            assert {*found} == {*range(100, 108)}
+            assert all(seen == [1] for batch in batches for seen in batch["seen"])

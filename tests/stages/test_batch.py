@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import permutations
 from typing import Any
@@ -332,6 +333,18 @@ def test_objects_that_are_no_numbers() -> None:
             assert "'0'" in str(error)  # noqa: PT017 - either outcome is clear
         else:
             assert isinstance(batch["x"], list)
+
+
+def test_tensors_without_plain_memory_are_refused() -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for kind, remedy, value in (
+        ("sparse_coo", "to_dense()", torch.eye(2).to_sparse()),
+        ("nested", "to_padded_tensor(0)", jagged),
+    ):
+        for options in ({}, {"ragged": {"x": "pad"}}):
+            with pytest.raises(StageError, match=f"'0': it has a tensor that is {kind}.*{re.escape(remedy)}"):
+                batch_of([{"x": value}], **options)
+    assert batch_of([{"x": jagged}], ragged={"x": "list"})["x"][0].is_nested
 
 
 def test_gradients_stay_with_the_data_set() -> None:

@@ -76,3 +76,17 @@ def test_fields_stay_unless_they_are_deleted(
 def test_anything_else_is_refused(where: str) -> None:
     with pytest.raises(StageError, match="returned Tensor; it must return a dict, which is merged into the one given"):
         first_batch(lambda given: given["image"], where)
+
+
+@pytest.mark.parametrize("stage", ["call", "filter", "expand"])
+def test_a_key_of_the_samples_own_is_refused(stage: str) -> None:
+    """The function would be given the loader's key in its place, and the sample's be lost."""
+    args = {"function": dict, **({"num": 1} if stage == "expand" else {})}
+    data = {"kind": "dataset", "object": [{"__key__": "mine", "x": 1}]}
+    pipeline: dict[str, Any] = {"source": data, "stages": ["read", {stage: args}, {"batch": {"size": 1}}]}
+    refused = pytest.raises(StageError, match=f"^{stage} failed .*'__key__' has a reserved name: rename it")
+    with refused, loaderkit.build(pipeline) as loader:
+        next(iter(loader))
+    renamed = {**data, "fields": {"id": "__key__", "x": "x"}}
+    with loaderkit.build({**pipeline, "source": renamed, "stages": ["read", {"batch": {"size": 1}}]}) as loader:
+        assert next(iter(loader))["id"] == ["mine"]

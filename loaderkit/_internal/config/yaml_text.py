@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
@@ -167,14 +168,18 @@ class _Values:
             raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
 
 
-def expand_variables(value: Any, path: KeyPath, problems: Problems) -> Any:
-    """Replace environment variables: ${VAR}, ${VAR:-default}; $${ stands for ${ itself."""
+def expand_variables(
+    value: Any, path: KeyPath, problems: Problems, *, is_left: Callable[[KeyPath], bool] | None = None
+) -> Any:
+    """Replace environment variables: ${VAR}, ${VAR:-default}; $${ stands for ${ itself. Containers where `is_left` are left."""
     if isinstance(value, str):
         return _expand_text(value, path, problems)
+    if is_left is not None and is_left(path):
+        return value
     if isinstance(value, dict):
-        return {key: expand_variables(item, (*path, key), problems) for key, item in value.items()}
+        return {key: expand_variables(item, (*path, key), problems, is_left=is_left) for key, item in value.items()}
     if isinstance(value, list):
-        return [expand_variables(item, (*path, number), problems) for number, item in enumerate(value)]
+        return [expand_variables(item, (*path, place), problems, is_left=is_left) for place, item in enumerate(value)]
     return value
 
 

@@ -14,7 +14,7 @@ from loaderkit._internal.config.diagnostics import nearest
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.kind_methods import KindMethods, plain
 from loaderkit.pipeline.config.model import PipelineConfig
-from loaderkit.pipeline.config.parsing import load_yaml, parse
+from loaderkit.pipeline.config.parsing import copied, load_yaml, parse
 
 
 class Pipeline(KindMethods):
@@ -30,7 +30,7 @@ class Pipeline(KindMethods):
                 f"Pipeline takes what a file says, as a dict, not {type(description).__name__}: begin with the kind of source, "
                 "as in Pipeline.files(...), or Pipeline.dataset(...) for objects of yours"
             )
-        self._description: dict[str, Any] = _copied(description)
+        self._description: dict[str, Any] = copied(description)
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Pipeline:
@@ -164,10 +164,3 @@ def to_config(
     if isinstance(pipeline, (str, Path)):
         return load_yaml(Path(pipeline), overrides=overrides)
     raise ConfigError(f"a pipeline is a path, a dict or a loaderkit.Pipeline, not {type(pipeline).__name__}")
-
-
-def _copied(value: Any) -> Any:
-    """A copy of the containers, so that later changes by the caller do not reach the description; objects are shared."""
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if type(value) is list else value

@@ -120,8 +120,8 @@ def _parameter(name: str, field: FieldInfo, *, is_positional: bool) -> inspect.P
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as in YAML: lists for tuples and texts for paths, also in lists."""
-    return {key: _plain(value) for key, value in values.items()}
+    """The values as in YAML: lists for tuples and texts for paths, also in lists; but a data set as it is."""
+    return {key: value if key == "object" else _plain(value) for key, value in values.items()}
 
 
 def _plain(value: Any) -> Any:

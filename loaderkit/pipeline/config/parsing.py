@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loaderkit._internal.config.diagnostics import Problems, nearest
+from loaderkit._internal.config.diagnostics import KeyPath, Problems, nearest
 from loaderkit._internal.config.yaml_text import expand_variables, read_yaml
 from loaderkit.errors import ConfigError
 from loaderkit.pipeline.config.mixture import MixtureArgs
@@ -50,7 +50,7 @@ def parse(
 ) -> PipelineConfig:
     """The pipeline a dict describes; paths in it are relative to the working directory. `expand`: put in ${VAR}."""
     problems = Problems(None)
-    return _parse(_copied(data), problems, Path.cwd(), overrides or {}, expand=expand)
+    return _parse(copied(data), problems, Path.cwd(), overrides or {}, expand=expand)
 
 
 def _check_keys(data: dict[Any, Any], problems: Problems) -> None:
@@ -62,10 +62,18 @@ def _check_keys(data: dict[Any, Any], problems: Problems) -> None:
             problems.error((key,), f"unknown key {key!r}; {nearest(str(key), _SECTIONS)}")
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any, path: KeyPath = ()) -> Any:
+    """A copy of a description's containers, so that later changes by the caller do not reach it; objects are shared."""
+    if _is_object(path):
+        return value
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if type(value) is list else value
+        return {key: copied(item, (*path, key)) for key, item in value.items()}
+    return [copied(item, (*path, place)) for place, item in enumerate(value)] if type(value) is list else value
+
+
+def _is_object(path: KeyPath) -> bool:
+    """True for the place of a source's data set, which is the user's: also a list or a mapping, whose texts are data."""
+    return path == ("source", "object") or (len(path) == 3 and (path[0], path[2]) == ("sources", "object"))
 
 
 def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, Any], *, expand: bool) -> PipelineConfig:
@@ -74,9 +82,9 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
         given = "nothing" if data is None else type(data).__name__
         problems.error((), f"a pipeline is a mapping with at least `source` and `stages`, this is {given}")
         problems.raise_problems()
-    _apply_overrides(data, escape(overrides) if expand else overrides, problems)
+    _apply_overrides(data, _escaped(overrides) if expand else overrides, problems)
     if expand:
-        data = expand_variables(data, (), problems)
+        data = expand_variables(data, (), problems, is_left=_is_object)
     _check_keys(data, problems)
     if data.get("version", 1) != 1 or isinstance(data.get("version"), bool):
         problems.error(("version",), f"this loaderkit reads version 1, not {data['version']!r}")
@@ -106,6 +114,17 @@ def _parse(data: Any, problems: Problems, base: Path, overrides: Mapping[str, An
         errors = errors.model_copy(update={"quarantine": str(base.absolute() / Path(errors.quarantine).expanduser())})
     name = data.get("name", problems.file.stem if problems.file is not None else "pipeline")
     return PipelineConfig(source, stages, 1, name, order, prefetch, errors, output, ranks, metrics)
+
+
+def _escaped(value: Any, path: KeyPath = ()) -> Any:
+    """Overrides as a file would have them, whose texts are taken as they are; data sets are left."""
+    if _is_object(path) and not isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _escaped(item, (*path, *str(key).split("."))) for key, item in value.items()}
+    if type(value) is list:
+        return [_escaped(item, (*path, place)) for place, item in enumerate(value)]
+    return escape(value)
 
 
 def _apply_overrides(data: dict[str, Any], overrides: Any, problems: Problems) -> None:

@@ -75,7 +75,11 @@ class Directory:
         except FileNotFoundError:
             return []  # removed since its parent was read
         except OSError as error:
-            if isinstance(error, PermissionError) and _OF_SYSTEMS.search(directory) and not prefix.startswith(directory):
+            if (
+                isinstance(error, PermissionError)
+                and _OF_SYSTEMS.search(directory)
+                and not prefix.startswith(directory)
+            ):
                 return []
             raise self._translate(directory, error) from error
         # "a-b/x" comes before "a/x": sorting directories with their slash walks in the order of whole keys.

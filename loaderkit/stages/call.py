@@ -246,7 +246,9 @@ def given_of(sample: Sample, key: str) -> Sample:
     """What a function sees of a sample: images as tensors, and copies of encoded bytes, which lie in reused memory. Raises
     ValueError for a sample with a key of its own, which the function would not see."""
     if _KEY in sample:
-        raise ValueError(f"its field {_KEY!r} has a reserved name: rename it, as by `fields: {{id: {_KEY}}}` in `source`")
+        raise ValueError(
+            f"its field {_KEY!r} has a reserved name: rename it, as by `fields: {{id: {_KEY}}}` in `source`"
+        )
     given = {
         name: to_tensor(value)
         if type(value) in (Image, Clip)

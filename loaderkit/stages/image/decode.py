@@ -9,7 +9,7 @@ picture whole are not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, Literal, NamedTuple
@@ -22,7 +22,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 from loaderkit import native
 from loaderkit._internal.config.settings import as_tuple
 from loaderkit.engine.work import Stage
-from loaderkit.errors import USER_ERRORS, FormatError
+from loaderkit.errors import USER_ERRORS, FormatError, printable
 from loaderkit.samples.chunk import SampleChunk
 from loaderkit.samples.pictures import FORMATS, Format
 from loaderkit.samples.sample import Sample
@@ -57,6 +57,7 @@ from loaderkit.stages.volume.nifti import read_nifti
 
 logger = logging.getLogger("loaderkit")
 _JPEG_EXTENSIONS = frozenset({"jpg", "jpeg", "jpe", "jfif"})
+_LEVELS = frozenset({"1", "L", "P", "I;16"})  # Pillow's modes of one channel
 _DECODED: frozenset[type] = frozenset({Image, Clip, Pictures, FieldGroup, InPlace, GpuDecoded})
 
 
@@ -262,6 +263,8 @@ class Decoder:
         if given is not None:
             self._is_new = False
             _say_if_unused(given, sample, partial_images)
+            decoded = given if named is None else {name: given[name] for name in named if name in given}
+            _say_if_masks(decoded, self._masks)
         return partial_images
 
     def finish(
@@ -478,6 +481,19 @@ def _say_if_unused(given: Sample, sample: Sample, partial_images: list[PartialIm
             for value in given.values()
         ):
             logger.warning("`decode` decodes video with `video: {frames: ...}`, and sound with `audio: {seconds: ...}`")
+
+
+def _say_if_masks(given: Sample, masks: Collection[str]) -> None:
+    """Warn of pictures that are probably masks: of palette numbers or levels, each beside one in colour of the same size."""
+    pictures = {name: value for name, value in given.items() if is_pillow(value)}
+    in_colour = {picture.size for picture in pictures.values() if picture.mode in ("RGB", "RGBA")}
+    for name, picture in pictures.items():
+        if name not in masks and picture.mode in _LEVELS and picture.size in in_colour:
+            logger.warning(
+                "`decode` makes a picture in RGB of %s, of Pillow's mode %s: if it is the mask of another one, write "
+                "decode: {masks: [%s]}, which keeps its numbers",
+                *(printable(name), picture.mode, printable(name)),
+            )
 
 
 def _bytes_of(image: dict[str, Any]) -> Any:

@@ -237,3 +237,24 @@ def test_bytes_that_are_no_picture_are_said_to_stay_bytes() -> None:
         batch_of([{"image": b""}], lambda s: s.decode().resize([4, 4]))
     with pytest.raises(StageError, match=r"the file is empty"):
         batch_of([{"image": b""}], lambda s: s.decode(fields=["image"]).resize([4, 4]))
+
+
+def test_a_mask_that_is_not_named_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    picture, small = Image.new("RGB", (9, 7)), Image.new("L", (3, 3))
+    for mode in ("P", "L", "1"):
+        items = [{"image": picture, "labels": Image.new(mode, (9, 7)), "icon": small}]
+        for pipeline, num in (
+            (Pipeline.dataset(items).read().decode(), 1),
+            (Pipeline.dataset(items).read().decode(masks=["labels"]), 0),
+            (Pipeline.dataset(items).read().decode(fields=["image"]).call(_without_others), 0),
+        ):
+            caplog.clear()
+            with loaderkit.build(pipeline.batch(1), overrides={"prefetch.executor": "inline"}) as loader:
+                next(iter(loader))
+            said = [record.getMessage() for record in caplog.records if "masks: [labels]" in record.getMessage()]
+            assert len(said) == num
+    assert not [record for record in caplog.records if "icon" in record.getMessage()]
+
+
+def _without_others(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"image": sample["image"]}

@@ -88,7 +88,8 @@ def test_tuples_with_tensors(kind: str, tmp_path: Path) -> None:
     layer = OrderedDict(weight=torch.ones(2))  # as `state_dict` gives it
     hidden = (torch.randn(1, 2), (torch.arange(3), "x"), [torch.ones(1)], layer, {"a": [torch.ones(3)]})
     state = {"w": torch.ones(100, 100), "hidden": hidden, "deep": {"pairs": [(torch.ones(1), 2)]}}
-    blank = (torch.zeros(1, 2), (torch.zeros(3), ""), [torch.zeros(1)], OrderedDict(), {})
+    empty: dict[str, Any] = {}
+    blank = (torch.zeros(1, 2), (torch.zeros(3), ""), [torch.zeros(1)], OrderedDict(empty), empty)
     fresh = {"w": torch.zeros(100, 100), "hidden": blank,
              "deep": {"pairs": [(torch.zeros(1), 0)]}}  # fmt: skip
     there_and_back(tmp_path, state, fresh, kind)

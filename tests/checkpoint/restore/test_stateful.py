@@ -170,7 +170,7 @@ def test_a_table_that_has_no_place_for_it(saved: Any, fresh: Any, tmp_path: Path
         (torch.eye(2).to_sparse(), "torch.sparse_coo tensor"),
         (torch.empty(2, device="meta"), "on the meta device"),
         (torch.zeros(2, dtype=torch.uint8).view(torch.bits8), r"torch\.bits8 tensor"),
-        (torch.empty(2, dtype=torch.uint4), r"torch\.uint4 tensor"),
+        (torch.empty(2, dtype=torch.uint4), r"torch\.uint4 tensor"),  # type: ignore[attr-defined]
     ],
 )
 def test_tensors_that_could_not_be_restored_are_refused(tensor: torch.Tensor, said: str) -> None:

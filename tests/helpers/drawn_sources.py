@@ -54,7 +54,7 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
 
 def drawn_files(folder: Path, rng: random.Random, num: int, *, share_bad: float) -> tuple[Pipeline, list[str]]:
     """Pictures of several formats."""
-    num_written = 0
+    num_written, parents = 0, set[Path]()
     while num_written < num:
         extension = rng.choice(["jpg", "jpg", "png", "PNG", "JPEG"])
         path = folder / rng.choice(["k1", "k 2", "k.3"]) / f"{drawn_name(rng)}.{extension}"
@@ -66,7 +66,9 @@ def drawn_files(folder: Path, rng: random.Random, num: int, *, share_bad: float)
         except (FileExistsError, NotADirectoryError, IsADirectoryError):
             continue
         num_written += 1
-    return Pipeline.files(str(folder), label="parent" if rng.random() < 0.5 else "none"), ["image"]
+        parents.add(path.parent)
+    by_folder = "parent" if len({parent.name for parent in parents}) == len(parents) else "top"
+    return Pipeline.files(str(folder), label=by_folder if rng.random() < 0.5 else "none"), ["image"]
 
 
 MEMBERS: dict[str, Callable[[random.Random, int], bytes]] = {

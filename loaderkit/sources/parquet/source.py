@@ -42,7 +42,7 @@ from loaderkit.sources.patterns import Patterns
 _MOST_AT_ONCE = (
     2 << 30
 )  # what a row group may take when it is decoded: Arrow has 2 GiB of bytes, texts or items in an array
-_SLICE_BYTES = 512 << 20  # of larger ones, which are decoded in slices
+_SLICE_BYTES = 384 << 20  # of larger ones, which are decoded in slices
 _NUM_THREADS = 4
 _NUM_REMOTE_THREADS = 32  # they wait for the store, not for a CPU
 Int64 = NDArray[np.int64]

@@ -100,8 +100,9 @@ class TestLoaders:
         """48 samples in 6 batches; the stage `slow` takes `seconds` for each sample, or eight times that for a batch."""
         pause = {name: Slow(seconds if name == slow else 0.0, sleep) for name in ("read", "call", "call-2")}
         pause["call-2"].seconds *= 8
-        pipeline = Pipeline.dataset(pause["read"]).shuffle(seed=0).read().call(pause["call"]).batch(8)
-        return pipeline.call(pause["call-2"])
+        # Else `read` waits while `call` runs, for code that is not declared runs in one thread at a time.
+        pipeline = Pipeline.dataset(pause["read"], thread_safe=True).shuffle(seed=0).read()
+        return pipeline.call(pause["call"], thread_safe=True).batch(8).call(pause["call-2"], thread_safe=True)
 
     @pytest.mark.parametrize("pools", [{}, {"stages.call.workers": 2, "stages.call-2.workers": 1}])
     @pytest.mark.parametrize("slow", ["read", "call", "call-2"])

@@ -8,7 +8,7 @@ import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -67,8 +67,9 @@ def drawn_files(folder: Path, rng: random.Random, num: int, *, share_bad: float)
             continue
         num_written += 1
         parents.add(path.parent)
-    by_folder = "parent" if len({parent.name for parent in parents}) == len(parents) else "top"
-    return Pipeline.files(str(folder), label=by_folder if rng.random() < 0.5 else "none"), ["image"]
+    is_clear = len({parent.name for parent in parents}) == len(parents)  # else `parent` is refused
+    label: Literal["parent", "top", "none"] = "none" if rng.random() < 0.5 else "parent" if is_clear else "top"
+    return Pipeline.files(str(folder), label=label), ["image"]
 
 
 MEMBERS: dict[str, Callable[[random.Random, int], bytes]] = {

@@ -12,7 +12,7 @@ from loaderkit._internal.text import warn
 from loaderkit.connectors.base import ObjectInfo, etag_of
 from loaderkit.errors import ConnectorError, ObjectNotFoundError
 
-_OF_SYSTEMS = re.compile(r"(?:\A|/)(?:\.[^/]*|lost\+found)/\Z")
+OF_SYSTEMS = re.compile(r"(?:\A|/)(?:\.[^/]*|lost\+found)/\Z")
 _Entry = tuple[str, os.DirEntry[str]]
 _OpenDirectory = tuple[Iterator[_Entry], tuple[int, int]]
 
@@ -75,11 +75,7 @@ class Directory:
         except FileNotFoundError:
             return []  # removed since its parent was read
         except OSError as error:
-            if (
-                isinstance(error, PermissionError)
-                and _OF_SYSTEMS.search(directory)
-                and not prefix.startswith(directory)
-            ):
+            if isinstance(error, PermissionError) and OF_SYSTEMS.search(directory) and not prefix.startswith(directory):
                 return []
             raise self._translate(directory, error) from error
         # "a-b/x" comes before "a/x": sorting directories with their slash walks in the order of whole keys.

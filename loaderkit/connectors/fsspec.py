@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from loaderkit._internal.text import warn
 from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
+from loaderkit.connectors.directory import OF_SYSTEMS
 from loaderkit.connectors.writing import Parts, WholeWriter, WriteCounts
 from loaderkit.errors import (
     AccessDeniedError,
@@ -386,7 +387,7 @@ def _found(system: Any, folder: str) -> tuple[dict[str, Any], list[str]]:
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem
 
-    kind = type(system)
+    kind = type(vars(system).get("fs") or system)  # a cache asks the one that it wraps
     is_usual = getattr(kind, "_find", AsyncFileSystem._find) is AsyncFileSystem._find
     if not is_usual or kind.find is not AbstractFileSystem.find:
         return system.find(folder, detail=True), []
@@ -403,10 +404,15 @@ def _found(system: Any, folder: str) -> tuple[dict[str, Any], list[str]]:
                 raise
             missing.append(here)
             continue
+        except PermissionError:
+            if here == top or not OF_SYSTEMS.search(f"{here}/"):
+                raise
+            continue  # as in a local directory
         for details in listed:
             path = details["name"].rstrip("/")
             if details["type"] == "directory" and path != here:
-                folders.append(path)
+                if not _UNUSUAL_PART_OF_LINK.search(path.removeprefix(top).strip("/")):  # a page's link to one above it
+                    folders.append(path)
             else:
                 found[details["name"]] = details
     return found, missing

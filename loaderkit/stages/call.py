@@ -247,7 +247,8 @@ def given_of(sample: Sample, key: str) -> Sample:
     ValueError for a sample with a key of its own, which the function would not see."""
     if _KEY in sample:
         raise ValueError(
-            f"its field {_KEY!r} has a reserved name: rename it, as by `fields: {{id: {_KEY}}}` in `source`"
+            f"its field {_KEY!r} has a reserved name: rename it, as by `fields: {{id: {_KEY}, ...}}` in `source` with the "
+            "other fields"
         )
     given = {
         name: to_tensor(value)

@@ -97,7 +97,7 @@ class _Expansion:
             if now - begin_s > slowest[0]:
                 slowest = now - begin_s, row
             begin_s = now
-        chunk.slowest = slowest
+        chunk.slowest = slowest if self._each else None  # else the first sample takes the time of all that come of one
 
     def _made_of(self, sample: Sample, chunk: SampleChunk, row: int) -> _Made:
         made = _Made(sample, self._source.key(chunk.index_of(row)))

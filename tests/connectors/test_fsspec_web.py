@@ -112,6 +112,18 @@ def test_what_a_page_lists_and_is_not_there_is_said(web: tuple[Path, str]) -> No
     connector.close()
 
 
+@pytest.mark.filterwarnings("ignore:below .* what is listed and is no file is left out")
+def test_a_page_that_leads_back_is_listed_once(web: tuple[Path, str]) -> None:
+    folder, url = web
+    (folder / "data" / "b").mkdir(parents=True)
+    (folder / "data" / "b" / "1").write_bytes(b"x")
+    links = "".join(f'<a href="{link}">x</a>' for link in ("./", "../", "../../", "/", "b/", "?C=N", "b/./"))
+    (folder / "data" / "index.html").write_text(links)
+    connector = FsspecConnector(f"{url}/data")
+    assert "b/1" in [info.key for info in connector.list("")]
+    connector.close()
+
+
 def test_replaced_and_cut_short(web: tuple[Path, str]) -> None:
     folder, url = web
     (folder / "a").write_bytes(b"abcdef")

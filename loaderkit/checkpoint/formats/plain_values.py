@@ -15,6 +15,7 @@ import numpy as np
 from loaderkit.checkpoint.formats.restricted_pickle import Frozen, Global, StandIn, functions, opaque, shown
 
 _SIMPLE_DTYPE = re.compile(r"[biufc]\d{1,2}")
+_NO_NUMBER = opaque("numpy.generic that is no number")
 
 
 @cache
@@ -96,7 +97,7 @@ class Dtype(NumpyStandIn):
     """A NumPy dtype of numbers."""
 
     __slots__ = ()
-    what = "numpy.dtype of other than numbers"
+    what = "numpy.dtype"
 
     def __init__(self, name: str, *_: Any) -> None:
         self.value = np.dtype(name) if isinstance(name, str) and _SIMPLE_DTYPE.fullmatch(name) else None
@@ -110,7 +111,7 @@ class Array(NumpyStandIn):
     """A NumPy array of numbers."""
 
     __slots__ = ()
-    what = "numpy.ndarray of other than numbers"
+    what = "numpy.ndarray"
 
     def __init__(self) -> None:
         self.value = None
@@ -147,7 +148,7 @@ class BufferBytes(StandIn, metaclass=Frozen):
 
 def _scalar(dtype: Any, data: Any = b"") -> Any:
     if isinstance(dtype, Dtype) and dtype.value is None:
-        return opaque("numpy.generic that is no number")()
+        return _NO_NUMBER()
     if not isinstance(dtype, Dtype) or not isinstance(data, bytes) or len(data) != dtype.value.itemsize:
         raise pickle.UnpicklingError("a NumPy number of a type that is none")
     return np.frombuffer(data, dtype.value)[0]

@@ -590,7 +590,7 @@ def _board(process_group: Any, timeout_s: float, *, with_address: bool) -> Board
             logger.warning(
                 "WORLD_SIZE is %s, and torch.distributed is not initialised: this rank saves and restores alone, as the others "
                 "do, and in one directory they replace one another's steps. Call init_process_group before making the "
-                "CheckpointManager, or give each rank a directory of its own",
+                "CheckpointManager; if each rank has a directory of its own, that is all right",
                 printable(num),
             )
         return None

@@ -64,12 +64,13 @@ def restore_newest(
             tiers.starts.begin(urls[-1])
         begun: set[str] = set()
         error = _error_of(restore, urls, begun, board, about)
+        if error is None and (left := spoilt - begun):
+            error = CheckpointError(
+                f"{urls[-1]} is restored, and has no {listed(left)}, which may have bytes of the damaged checkpoint that "
+                "was tried before: remove that one, and restore into a new state"
+            )
+            error.__cause__ = failure
         if not _has_failed(board, about, error):
-            if left := spoilt - begun:
-                raise CheckpointError(
-                    f"{urls[-1]} is restored, and has no {listed(left)}, which may have bytes of the damaged checkpoint that "
-                    "was tried before: remove that one, and restore into a new state"
-                ) from failure
             return chosen
         spoilt |= begun
         reason = _judged(board, about, urls, tiers, connectors)
@@ -113,7 +114,8 @@ def _next(candidates: Iterator[tuple[int, str]], tiers: Tiers) -> tuple[int, lis
         )
         return step, [url]
     logger.warning(
-        "%s was saved upon a notice without the state of optimizers, which are restored from %s", printable(url), base
+        "%s was saved upon a notice without the state of optimizers, which are restored from %s",
+        *map(printable, (url, base)),
     )
     return step, [base, url]
 

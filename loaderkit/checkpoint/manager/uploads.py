@@ -272,7 +272,7 @@ class Uploads:
                 self._stats["upload_s"] += took_s
                 self._last_s.append(took_s)
         if not copied.was_there:
-            logger.info("%s: %s uploaded in %s", copied.url, say_size(copied.num_bytes), say_seconds(took_s))
+            logger.info("%s: %s uploaded in %s", printable(copied.url), say_size(copied.num_bytes), say_seconds(took_s))
             known = self._near.saved().get(step)
             if known is not None:
                 self._far.note(step, known.metrics, known.time_s)

@@ -124,7 +124,8 @@ class _Imitation:
             time.sleep(left_s)
             self._over_s = min(time.perf_counter() - end_s, max(self._seconds, _LATE_S))
         else:  # what other threads took from it is not to be made up for
-            self._over_s = min(-left_s, self._over_s + max(burner.over_s for burner in self._burners))
+            known_s = self._over_s + max(burner.over_s for burner in self._burners)
+            self._over_s = min(-left_s, known_s, max(self._seconds, _LATE_S))
 
     def close(self) -> None:
         if self._pool is not None:

@@ -94,6 +94,8 @@ def test_ctrl_c_while_it_is_waited_for(local: bool) -> None:
     saving = checkpoints.save(1, state_of(1))
     assert saving is not None
     assert two.far.begun.wait(60)
+    if local:
+        saving.wait(60)
     interrupts = threading.Thread(target=interrupt_the_wait)
     interrupts.start()
     with pytest.raises(KeyboardInterrupt):

@@ -49,6 +49,7 @@ class CoarseMachine:
 
     def __init__(self, late_s: float, product_s: float) -> None:
         self.now_s, self.cpu_s, self.late_s, self.product_s = 0.0, 0.0, late_s, product_s
+        self.slowdown = 1.0  # seconds that pass in one of CPU time
 
     def perf_counter(self) -> float:
         return self.now_s
@@ -62,7 +63,7 @@ class CoarseMachine:
     def ones(self, *shape: int) -> None: ...
 
     def mm(self, one: None, other: None) -> None:
-        self.now_s += self.product_s
+        self.now_s += self.product_s * self.slowdown
         self.cpu_s += self.product_s
 
 
@@ -78,3 +79,19 @@ def test_short_steps_are_as_long_in_the_mean(cpus: float, monkeypatch: pytest.Mo
     step.close()
     assert machine.cpu_s / num_steps == pytest.approx(cpus * seconds, rel=0.02)
     assert machine.now_s / num_steps == pytest.approx(seconds, rel=0.02)
+
+
+def test_what_a_busy_machine_took_is_not_made_up_for(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    seconds = rng.uniform(100e-6, 5e-3)
+    machine = CoarseMachine(late_s=0.0, product_s=20e-6)
+    monkeypatch.setattr(measure, "time", machine)
+    monkeypatch.setattr(measure, "torch", machine)
+    step = measure._Imitation(ScriptStep(seconds, 1.0))
+    machine.slowdown = 3.0
+    for _ in range(1000):
+        step(None)
+    machine.slowdown, begin_s = 1.0, machine.now_s
+    for _ in range(200):
+        step(None)
+    step.close()
+    assert (machine.now_s - begin_s) / 200 > 0.9 * seconds

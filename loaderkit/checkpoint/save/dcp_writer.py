@@ -10,6 +10,7 @@ import pickle
 import threading
 import time
 import uuid
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -480,7 +481,7 @@ def _apart(value: Any) -> Any:
     if type(value) in (list, tuple):
         items = [_apart(item) for item in value]
         return value if all(map(operator.is_, items, value)) else type(value)(items)
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict, defaultdict):  # others may refuse to be changed
         table = {key: _apart(item) for key, item in value.items()}
         if all(table[key] is item for key, item in value.items()):
             return value

@@ -39,7 +39,10 @@ def of_stage(
     """The verdict where the loop waited longest for a stage. It is less sure where its workers are not busy, unless it
     `agrees` with that."""
     name, use = facts.stage.name, facts.pool.use
-    parts = [waited(interval, name), f"the workers were busy for {100 * use:.0f} % of their time", evidence]
+    busy = f"the workers were busy for {100 * use:.0f} % of their time"
+    if facts.pool.works_one_at_a_time:
+        busy = f"the one worker that ran was busy for {100 * use:.0f} % of its time"
+    parts = [waited(interval, name), busy, evidence]
     parts += host_facts(interval, facts)
     # Workers are as busy as a limit's are, or idle for a reason.
     agrees = agrees or use >= BUSY or interval.is_inline or kind in ("depth", "memory", "stragglers")

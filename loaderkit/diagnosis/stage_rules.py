@@ -25,6 +25,7 @@ _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time; a longer item is a straggler
 _TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
 _CONTENDED = 0.25  # share of the times at which the GIL was taken, above which items may be slow for it
+_SEVERAL = 2  # items; a single one that was slow may have met a machine that stood still for a moment
 _FEW = 0.25  # share of the items; where more are slow, that is usual
 _BY_CHANCE = 1.4  # of the throughput of all; beside a lock or a full link one alone reached 0.78 to 1.19 in 72 runs
 _AT_ITS_END = 0.1  # share of the time of workers, at the end of the only batch in work
@@ -107,7 +108,7 @@ def _stragglers(facts: Facts, least_s: float, withheld_s: float) -> Verdict | No
     slow_s = max(_TAIL * usual_s, least_s)
     share, num_slow, num_all = services.share_above(slow_s), services.num_above(slow_s), sum(services.counts.values())
     by_itself = share - withheld_s / max(stage.busy_s, 1e-9)
-    if num_slow > _FEW * num_all or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
+    if num_slow < _SEVERAL or num_slow > _FEW * num_all or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
         return None
     if _may_be_a_lock(facts, usual_s):
         return None
@@ -148,9 +149,10 @@ def memory_ahead(facts: Facts) -> Verdict | None:
 def depth(facts: Facts) -> Verdict | None:
     """Its workers are idle although the loop waits: as many batches are open as prefetch.batches allows."""
     first_pool = facts.interval.pools[0]
-    if not _is_idle(facts) or first_pool.total("blocked_s") <= WAITING * first_pool.total("slot_s"):
+    idle_s = first_pool.total("blocked_s")
+    if not _is_idle(facts) or idle_s <= WAITING * first_pool.total("slot_s"):
         return None
-    return _depth(facts, sure=0.8)
+    return _depth(facts, idle_s, sure=0.8)
 
 
 def one_batch(facts: Facts) -> Verdict | None:
@@ -158,14 +160,24 @@ def one_batch(facts: Facts) -> Verdict | None:
     interval, first_pool = facts.interval, facts.interval.pools[0]
     if interval.num_wanted > 1 or interval.is_inline or not interval.stats.num_batches or interval.is_short_of_memory:
         return None
-    if first_pool.rows[0].workers < 2 or first_pool.total("blocked_s") <= _AT_ITS_END * first_pool.total("slot_s"):
+    idle_s = _without_work_s(facts)
+    if first_pool.rows[0].workers < 2 or idle_s <= _AT_ITS_END * first_pool.total("slot_s"):
         return None
-    return _depth(facts, sure=0.9)
+    return _depth(facts, idle_s, sure=0.9)
 
 
-def _depth(facts: Facts, *, sure: float) -> Verdict:
-    interval, first_pool = facts.interval, facts.interval.pools[0]
-    share = first_pool.total("blocked_s") / max(first_pool.total("slot_s"), 1e-9)
+def _without_work_s(facts: Facts) -> float:
+    """How long workers had no work since no other batch was open. Of a batch that one worker makes in a chunk the others get
+    nothing either, so one alone is as fast; as long as that is tried, they are idle."""
+    pool, awaited = facts.interval.pools[0], facts.awaited
+    can_compute = awaited.would_compute and not awaited.may_hold_gil and not facts.interval.is_short_of_cpus
+    is_for_want_of_work = pool is awaited.pool and pool.works_one_at_a_time and can_compute
+    return pool.total("blocked_s") + (pool.total("idle_s") if is_for_want_of_work else 0.0)
+
+
+def _depth(facts: Facts, idle_s: float, *, sure: float) -> Verdict:
+    interval = facts.interval
+    share = idle_s / max(interval.pools[0].total("slot_s"), 1e-9)
     evidence = (
         f"no pool was at its limit: workers were idle for {100 * share:.0f} % of the time because "
         f"{interval.num_wanted} {'batch was' if interval.num_wanted == 1 else 'batches were'} already open"

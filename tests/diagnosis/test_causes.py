@@ -211,6 +211,33 @@ class TestBorders:
             elif share < 0.2:
                 assert found.kind != "stragglers", (share, cpu_s)
 
+    def test_one_slow_item_may_have_met_a_machine_that_stood_still(self, rng: random.Random) -> None:
+        for _ in range(20):
+            usual_s, share = 10 ** rng.uniform(-4, -2), rng.uniform(0.45, 0.8)
+            for num_slow in (1, 2):
+                slow_s = usual_s * share / (1 - share) * (1000 - num_slow) / num_slow
+                times = services((usual_s, 1000 - num_slow), (slow_s, num_slow))
+                trial = ContentionResult(0.5, 0.1, 0.1, 2.0, {"call": 1.0})
+                found = one_waited_for(row("call", 19, 18.5, services=times, num_items=1000), trial, idle_s=9.0)
+                assert found.kind == ("computing" if num_slow == 1 else "stragglers"), (share, num_slow)
+
+    def test_of_the_only_batch_one_worker_makes_all(self, rng: random.Random) -> None:
+        """The others have no work, so one alone is as fast, and while that is tried they are idle."""
+        for _ in range(30):
+            trial = ContentionResult(
+                rng.uniform(1.15, 2.2), rng.uniform(0.0, 0.6), rng.uniform(0, 0.4), 2.8, {"call": 1.1}
+            )
+            busy_s = rng.uniform(8.0, 9.5)
+            busy = row("call", busy_s, busy_s, workers=4, blocked_s=10 - busy_s, idle_s=30.0, num_items=4000)
+            seen = stats({"call": 6.0}, [busy], trial=trial, batches=1000, idle_s=11.0)
+            one = replace(seen, tuning=replace(seen.tuning, batches=1))
+            assert kinds_of(one.verdict()) == {"depth"}
+            assert settings_of(one.verdict()) == {"prefetch.batches": 2}
+            assert "the one worker that ran was busy for" in one.verdict().evidence
+            held = {"call": trial._replace(gil_taken=rng.uniform(0.82, 1.0))}
+            assert "depth" not in kinds_of(replace(one, trials=held).verdict()), "more batches would wait for the GIL"
+            assert "depth" not in kinds_of(replace(one, host=replace(one.host, idle_s=0.0)).verdict()), "no CPU is free"
+
     def test_a_loop_that_waits_little(self, rng: random.Random) -> None:
         for _ in range(50):
             share = rng.uniform(0.01, 0.12)

@@ -67,6 +67,10 @@ def accounts() -> Mapping[str, Stats]:
         "stragglers": _of("read", 19, 0.3, services=UNEVEN),
         "stragglers that compute": _of("call", 19, 18, services=UNEVEN),
         "one batch ahead": replace(one := _of("call", 9, 8, blocked_s=3), tuning=replace(one.tuning, batches=1)),
+        "one batch of one chunk": replace(
+            one := _of("call", 9, 9, workers=4, blocked_s=1, idle_s=30.0, trial=ContentionResult(1.4, 0.3, 0.1, 2.8)),
+            tuning=replace(one.tuning, batches=1),
+        ),
         "two together": stats({"read": 4.0, "call": 4.5}, [row("read", 9, 0.3), row("call", 9, 8.9)], apart=True),
         "gil or computing": _of("call", 12, 9.8, starved_s=8, trial=ContentionResult(0.95, 0.2, 0.7, 2.0)),
         "a few batches": stats({"start": 8.0, "read": 0.5}, rows, batches=3),

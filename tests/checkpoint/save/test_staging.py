@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from checkpoint_states import flat_states, same
 from hypothesis import given
 
+from loaderkit.checkpoint.save import staging
 from loaderkit.checkpoint.save.memory import PartBuffers
 from loaderkit.checkpoint.save.staging import HostCopies
 
@@ -25,6 +28,27 @@ def test_copies_are_equal_and_share_nothing(first: dict[str, torch.Tensor], seco
         for name, tensor in wanted.items():
             assert same(copy[name], tensor)
             assert copy[name].is_contiguous()
+
+
+def test_large_tensors_are_copied_in_pieces(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By several threads. Tensors that do not lie in order, or whose bytes are not their values, are copied by torch."""
+    monkeypatch.setattr(staging, "_PIECE_BYTES", 2**16)
+    copies = HostCopies()
+    for _ in range(5):
+        state: dict[str, torch.Tensor] = {}
+        for number in range(rng.randrange(1, 8)):
+            size = rng.choice([staging._BY_ONE_THREAD + rng.randrange(-1, 2), rng.randrange(1, 300_000)])
+            dtype = rng.choice([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+            tensor = torch.randint(0, 2, (size + 2,)).to(dtype)[rng.randrange(2) :]
+            state[f"plain {number}"] = tensor
+            state[f"strided {number}"] = tensor[: size // 2 * 2].view(2, -1).t()
+            if dtype.is_complex:
+                state[f"conjugated {number}"] = tensor.conj()
+        copy = copies.copy(state)
+        wanted = {name: tensor.clone() for name, tensor in state.items()}
+        for tensor in state.values():
+            tensor.zero_()
+        assert all(same(copy[name], tensor) and copy[name].is_contiguous() for name, tensor in wanted.items())
 
 
 class Pair(NamedTuple):

@@ -1,0 +1,1 @@
+"""Pipelines of `pipelines/` against what one would write in their field: `python -m profiles.workloads`."""

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,25 @@ def measure(kind: str, num_rounds: int, scale: float) -> dict[str, Any]:
         folder = Path(name)
         num = work.write(folder, scale)
         os.environ[work.variable] = str(folder)
-        loaders = work.peers(folder)
-        turns: dict[str, list[float]] = {one: [] for one in ("loaderkit", *loaders)}
-        with loaderkit.build(PIPELINES / f"{kind}.yaml") as ours:
-            loaders["loaderkit"] = ours
+        peers = work.peers(folder)
+        against = {
+            one: next((f"loaderkit, {word}" for word in work.variants if one.startswith(word)), "loaderkit")
+            for one in peers
+        }
+        loaders = dict(peers)
+        with ExitStack() as stack:
+            for word, settings in {"": {}, **work.variants}.items():
+                built = loaderkit.build(PIPELINES / f"{kind}.yaml", overrides=settings)
+                loaders[f"loaderkit, {word}".rstrip(", ")] = stack.enter_context(built)
+            turns: dict[str, list[float]] = {one: [] for one in loaders}
             for one, loader in loaders.items():
                 work.first_epoch(one, loader)
             for number in range(num_rounds):
                 for one in sorted(loaders, reverse=number % 2 == 1):
                     turns[one].append(work.batch * rate_of(loaders[one], num))
-        loaders.clear()  # ends the workers while their files are there
-    ratios = {
-        one: [a / b for a, b in zip(turns["loaderkit"], values, strict=True)]
-        for one, values in turns.items()
-        if one != "loaderkit"
-    }
+        peers.clear()  # ends the workers while their files are there
+        loaders.clear()
+    ratios = {one: [a / b for a, b in zip(turns[ours], turns[one], strict=True)] for one, ours in against.items()}
     return {
         "kind": kind,
         "ratio": {one: statistics.median(values) for one, values in ratios.items()},

@@ -3,7 +3,7 @@
 The peers map the file or read it: `by item` indexes row by row, and the default collate function stacks; `by batch` takes the
 rows of a batch by one list of numbers, as NumPy can; `unshuffled` reads a batch as one piece, in the order of the file, as the
 CriteoBinDataset of Facebook's DLRM does. The last two also without workers, whose hand-off a batch this small may not be worth:
-DLRM has none.
+DLRM has none. What is unshuffled is compared with `shuffle: none`.
 """
 
 from __future__ import annotations
@@ -77,4 +77,5 @@ def peers(folder: Path) -> dict[str, Iterable[Any]]:
     }
 
 
-WORK = Work("DLRM", BATCH, {"row": Like(torch.int32, (BATCH, COLUMNS), 0, 40_000)}, write, peers)
+VARIANTS = {"unshuffled": {"order.shuffle": "none"}}
+WORK = Work("DLRM", BATCH, {"row": Like(torch.int32, (BATCH, COLUMNS), 0, 40_000)}, write, peers, VARIANTS)

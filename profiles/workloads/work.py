@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ class Work:
     fields: dict[str, Like]
     write: Callable[[Path, float], int]  # data at a scale into a folder: the batches of an epoch
     peers: Callable[[Path], dict[str, Iterable[Any]]]
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other settings of the pipeline, by a word: a peer whose name begins with it is compared with these."""
 
     def first_epoch(self, who: str, batches: Iterable[Any]) -> None:
         """Raises AssertionError if the first batch is not like `fields`."""

@@ -44,7 +44,8 @@ class OrderArgs(Model):
 
     shuffle: Annotated[Literal["global", "block", "none"], BeforeValidator(_shuffle_mode)] = Field(
         "global",
-        description="any sample anywhere (true); blocks of neighbours, for few large reads; or the canonical order (false)",
+        description="any sample anywhere (true); blocks of neighbours, for few large reads from a store; or the canonical "
+        "order (false)",
     )
     weights: Literal["by class"] | dict[str, Annotated[float, Field(ge=0)]] | None = Field(
         None,

@@ -17,6 +17,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO
+from urllib.parse import unquote
 
 from loaderkit._internal.text import warn
 from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
@@ -57,6 +58,7 @@ _PART_BYTES = 8 << 20
 # Filesystems that show a file under its name while it is being written; they rename.
 _SHOWN_WHILE_WRITTEN = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs")
 _TEMPORARY_NAME = re.compile(r"(?:\A|/)\.[0-9a-f]{16}\.tmp\Z")
+_MEANT_IN_LINKS = re.compile("(%(?:0.|1.|2[35F]|3F|7F))", re.IGNORECASE)  # controls, # % / ?
 _USER = re.compile(r"(://)[^/@]*@")
 
 
@@ -106,7 +108,7 @@ class FsspecConnector(BulkConnector):
             raise self._translated(prefix, error) from None
         infos, unsized = [], []
         for path, details in listing.items():
-            key = _key_below(root, path)
+            key = self._key_of(root, path)
             kind = details.get("type", "file")
             if kind == "directory" or not key.startswith(prefix) or not key or key.endswith("/"):
                 continue
@@ -114,7 +116,7 @@ class FsspecConnector(BulkConnector):
                 infos.append(ObjectInfo(key, int(details["size"]), _tag_of(details)))
             elif not (self._is_web and _NO_FILE.search(key)):
                 unsized.append(key)
-        lost = [_key_below(root, path) for path in missing]
+        lost = [self._key_of(root, path) for path in missing]
         if unsized:  # web servers list names without sizes, and others list links
             with ThreadPoolExecutor(_NUM_STATS, thread_name_prefix="loaderkit-stat") as pool:
                 stated = [*pool.map(self._stat_if_there, unsized)]
@@ -126,6 +128,11 @@ class FsspecConnector(BulkConnector):
                 "a link that leads nowhere or to a folder, or a name that fsspec reads otherwise than the server wrote it"
             )
         yield from sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
+
+    def _key_of(self, root: str, path: str) -> str:
+        """The key of a listed path; of a link on a web page the name that the file has, so that folders' names, which may be
+        classes, are those of a local copy."""
+        return _key_below(_decoded(root), _decoded(path)) if self._is_web else _key_below(root, path)
 
     def _stat_if_there(self, key: str) -> ObjectInfo | None:
         try:
@@ -423,6 +430,17 @@ def _key_below(root: str, path: str) -> str:
     if not root:
         return path.lstrip("/")
     return path[len(root) + 1 :] if path.startswith(f"{root}/") else ""
+
+
+def _decoded(link: str) -> str:
+    """A link without percent-encoding, but for characters that mean something in a link, and for bytes that are no UTF-8. A
+    request encodes it again."""
+    parts = _MEANT_IN_LINKS.split(link)
+    try:
+        parts[::2] = [unquote(part, errors="strict") for part in parts[::2]]
+    except UnicodeDecodeError:
+        return link
+    return "".join(parts)
 
 
 def _status_of(error: Exception) -> int:

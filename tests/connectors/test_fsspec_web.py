@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import socket
 import struct
@@ -11,10 +12,12 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from buckets import epoch_of
 
+from loaderkit.connectors.file import FileConnector
 from loaderkit.connectors.fsspec import FsspecConnector
 from loaderkit.errors import ObjectChangedError, ObjectNotFoundError, ShortReadError, UnreachableError
 
@@ -121,6 +124,40 @@ def test_a_page_that_leads_back_is_listed_once(web: tuple[Path, str]) -> None:
     (folder / "data" / "index.html").write_text(links)
     connector = FsspecConnector(f"{url}/data")
     assert "b/1" in [info.key for info in connector.list("")]
+    connector.close()
+
+
+def test_names_are_those_of_the_files(web: tuple[Path, str], rng: random.Random) -> None:
+    """Though a page's links are percent-encoded: classes are sorted as they are in a local folder."""
+    folder, url = web
+    for _ in range(12):
+        name = "".join(rng.choice("ab0 _-+&=;,@!$(~äßé中\U0001f40d[") for _ in range(rng.randrange(1, 9))).strip()
+        path = folder / "data set" / f"c{name}" / f"{name} 1.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    local, remote = FileConnector(folder / "data set"), FsspecConnector(f"{url}/data set")
+    keys = [info.key for info in local.list("")]
+    assert [info.key for info in remote.list("")] == keys
+    for info in remote.list(""):
+        buffer = bytearray(info.size)
+        remote.read_into(info.key, 0, memoryview(buffer), etag=info.etag)
+        assert buffer.decode() == info.key.partition("/")[0][1:]
+        assert next(remote.list(info.key)) == info
+    remote.close()
+
+
+def test_what_means_something_in_a_link_stays_encoded(web: tuple[Path, str]) -> None:
+    folder, url = web
+    names = ["50%.txt", "a#1.txt", "b?c.txt", "%41.txt"]
+    for name in names:
+        (folder / name).write_text(name)
+    connector = FsspecConnector(url)
+    for info in connector.list(""):
+        buffer = bytearray(info.size)
+        connector.read_into(info.key, 0, memoryview(buffer))
+        names.remove(buffer.decode())
+        assert unquote(info.key) == buffer.decode()
+    assert not names
     connector.close()
 
 

@@ -9,7 +9,7 @@ import random
 import sys
 from dataclasses import dataclass
 
-_MUCH, _BATCH, _NUM_BATCHES = 40, 4, 40
+_MUCH, _BATCH = 40, 4
 _WORK = {
     "loop": ("", "total = sum(i * i for i in range(700 * {n}))"),
     "statistics": ("import statistics", "mean = statistics.mean(range(250 * {n}))"),
@@ -80,7 +80,7 @@ class SlowLine:
     title: str
 
 
-def draw(rng: random.Random, *, may_spawn: bool = False) -> SlowLine:
+def draw(rng: random.Random, *, may_spawn: bool = False, num_batches: int = 40) -> SlowLine:
     """One of them. `may_spawn`: workers may be begun by `spawn`, which needs a program of its own."""
     kind, place, num_workers = rng.choice([*_WORK]), rng.choice(_PLACES), rng.choice([0, 0, 1, 2])
     is_stream = place == "__iter__" or (place != "__getitem__" and num_workers < 2 and rng.random() < 0.3)
@@ -100,7 +100,7 @@ def draw(rng: random.Random, *, may_spawn: bool = False) -> SlowLine:
         options += ", multiprocessing_context='spawn'"
     text = _SCRIPT.format(
         imports=imports,
-        number=_BATCH * _NUM_BATCHES,
+        number=_BATCH * num_batches,
         batch=_BATCH,
         dataset="Stream" if is_stream else "Samples",
         options=options,

@@ -129,7 +129,6 @@ CASES: dict[str, Case] = {
     "many tensors": Case(
         {"number": 4000}, {"num_workers": 2, "collate_fn": to_list, "batch_size": 100}, {("handover", "computing")}, step_s=0.0,
         says="fewer tensors", is_touchy=True,
-        changes=frozenset({"num_workers"}),  # where the data set is nearly as slow: eight workers bring 11 to 20 %
     ),
 }  # fmt: skip
 

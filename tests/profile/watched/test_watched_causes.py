@@ -65,7 +65,8 @@ def test_the_limit_is_named(name: str) -> None:
     assert limit_of(report) in case.expected or (is_busy and case.is_touchy), evidence
     assert report.verdict.stage is None or report.stall.percent >= 5
     if limit_of(report) in case.expected:
-        assert {setting.key for setting in report.verdict.settings} <= case.changes
+        first = report.verdict.causes[0]  # the data set itself may be nearly as slow
+        assert {setting.key for setting in first.settings} <= case.changes
     if limit_of(report) in case.expected and not is_busy:
         assert case.says in report.verdict.evidence + report.verdict.change, evidence
     assert_agrees(report, waited_s, took_s)

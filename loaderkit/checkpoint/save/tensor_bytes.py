@@ -81,7 +81,7 @@ class TensorBytes:
 
 def memory_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """The bytes of a contiguous tensor on the CPU, not copied; of any dtype, also one that NumPy lacks."""
-    data = torch.empty(0, dtype=torch.uint8)
+    data = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever the default device is
     offset = tensor.storage_offset() * tensor.itemsize
     data.set_(tensor.untyped_storage(), offset, (tensor.numel() * tensor.itemsize,), (1,))
     array: NDArray[np.uint8] = data.numpy()

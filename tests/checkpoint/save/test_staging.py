@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -41,7 +42,9 @@ def test_large_tensors_are_copied_in_pieces(rng: random.Random, monkeypatch: pyt
             dtype = rng.choice([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64])
             tensor = torch.randint(0, 2, (size + 2,)).to(dtype)[rng.randrange(2) :]
             state[f"plain {number}"] = tensor
-            state[f"strided {number}"] = tensor[: size // 2 * 2].view(2, -1).t()
+            state[f"transposed {number}"] = tensor[: size // 2 * 2].view(2, -1).t()
+            state[f"strided {number}"] = tensor[: size // 24 * 24].view(2, 3, -1, 4).permute(0, 3, 1, 2)
+            state[f"expanded {number}"] = tensor[:7].expand(rng.randrange(1, 9000), -1)
             if dtype.is_complex:
                 state[f"conjugated {number}"] = tensor.conj()
         copy = copies.copy(state)
@@ -49,6 +52,27 @@ def test_large_tensors_are_copied_in_pieces(rng: random.Random, monkeypatch: pyt
         for tensor in state.values():
             tensor.zero_()
         assert all(same(copy[name], tensor) and copy[name].is_contiguous() for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_default_device_does_not_matter(device: str) -> None:
+    state = {"large": torch.arange(100_000.0), "none": torch.empty(0, 3)}
+    with torch.device(device):
+        copy = HostCopies().copy(state)
+    assert torch.equal(copy["large"], state["large"])
+    assert copy["none"].device.type == "cpu"
+
+
+def test_a_copy_is_made_where_no_thread_may_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while the interpreter ends, when a program may save once more."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    state = {str(number): torch.arange(10.0**7) + number for number in range(3)}
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    copy = HostCopies().copy(state)
+    assert all(torch.equal(copy[name], tensor) for name, tensor in state.items())
 
 
 class Pair(NamedTuple):

@@ -94,7 +94,8 @@ TYPE_NAMES = {
 
 STORES = """Where a `url` may lead: a path or `file://`; `s3://bucket/prefix`; `gs://`, `az://`, `http(s)://`, `hf://` through fsspec, and
 `fsspec+scheme://` for any other scheme that fsspec knows; a scheme that a package brings ([extending](extending.md#a-connector)); `memory://` and any scheme for which `build(connectors={...})` gives a connector.
-A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials.
+A URL is taken literally (`%20` and `+` are those characters), and must not hold credentials. Of a link on a web server's index page the
+key is the file's name: `a b.jpg`, not `a%20b.jpg`. Only `%23`, `%25`, `%2B`, `%2F`, `%3F` and bytes that are no UTF-8 stay as they are.
 """
 
 MIXTURES = """`sources` is a list in the place of `source`; how they take turns is in the [guide](guide/mixing.md). Each entry may have `stages`:

@@ -58,7 +58,7 @@ _PART_BYTES = 8 << 20
 # Filesystems that show a file under its name while it is being written; they rename.
 _SHOWN_WHILE_WRITTEN = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs")
 _TEMPORARY_NAME = re.compile(r"(?:\A|/)\.[0-9a-f]{16}\.tmp\Z")
-_MEANT_IN_LINKS = re.compile("(%(?:0.|1.|2[35F]|3F|7F))", re.IGNORECASE)  # controls, # % / ?
+_MEANT_IN_LINKS = re.compile("(%(?:0.|1.|2[35BF]|3F|7F))", re.IGNORECASE)  # controls, # % + / ?; some read + as a space
 _USER = re.compile(r"(://)[^/@]*@")
 
 
@@ -127,12 +127,13 @@ class FsspecConnector(BulkConnector):
                 f"below {self.describe(prefix)} what is listed and is no file is left out ({len(lost)}, such as {lost[0]!r}): "
                 "a link that leads nowhere or to a folder, or a name that fsspec reads otherwise than the server wrote it"
             )
-        yield from sorted(infos, key=lambda info: info.key.encode("utf-8", "surrogateescape"))
+        once = {info.key: info for info in infos}  # which a page may link to twice
+        yield from sorted(once.values(), key=lambda info: info.key.encode("utf-8", "surrogateescape"))
 
     def _key_of(self, root: str, path: str) -> str:
         """The key of a listed path; of a link on a web page the name that the file has, so that folders' names, which may be
         classes, are those of a local copy."""
-        return _key_below(_decoded(root), _decoded(path)) if self._is_web else _key_below(root, path)
+        return _name_of_link(root, path) if self._is_web else _key_below(root, path)
 
     def _stat_if_there(self, key: str) -> ObjectInfo | None:
         try:
@@ -432,15 +433,25 @@ def _key_below(root: str, path: str) -> str:
     return path[len(root) + 1 :] if path.startswith(f"{root}/") else ""
 
 
-def _decoded(link: str) -> str:
-    """A link without percent-encoding, but for characters that mean something in a link, and for bytes that are no UTF-8. A
-    request encodes it again."""
-    parts = _MEANT_IN_LINKS.split(link)
+def _name_of_link(root: str, link: str) -> str:
+    """The key of a link: "" for one that is not below `root`, and otherwise what stands behind it, without percent-encoding up
+    to a query, which is part of a request."""
+    link, mark, query = link.partition("?")
+    folders, parts = root.split("/"), link.split("/")
+    if [*map(_decoded, folders)] != [*map(_decoded, parts[: len(folders)])]:
+        return ""
+    return "/".join(map(_decoded, parts[len(folders) :])) + mark + query
+
+
+def _decoded(part: str) -> str:
+    """A part of a link without percent-encoding, but for characters that mean something in a link; as it is where its bytes
+    are no UTF-8. A request encodes it again."""
+    pieces = _MEANT_IN_LINKS.split(part)
     try:
-        parts[::2] = [unquote(part, errors="strict") for part in parts[::2]]
+        pieces[::2] = [unquote(piece, errors="strict") for piece in pieces[::2]]
     except UnicodeDecodeError:
-        return link
-    return "".join(parts)
+        return part
+    return "".join(pieces)
 
 
 def _status_of(error: Exception) -> int:

@@ -133,16 +133,22 @@ class Sampler:
     def _sample_in_main(self, number: int, frame: FrameType | None) -> None:
         if not take_sample():
             return
-        begin_s, num_collections = time.thread_time(), _num_collections()
+        begin_s = time.thread_time()
+        collecting_s = self._sample_aside()
+        self._main_cost_s += time.thread_time() - begin_s - collecting_s
+
+    def _sample_aside(self) -> float:
+        """Sample, and return the CPU time of this if garbage was collected meanwhile, else 0: what a sample allocates may set off
+        a collection. Beside torch's modules that takes 0.1 s, and would come a little later anyway: it is no cost of sampling."""
+        begin_s, num_collections = time.thread_time(), gc.get_stats()[2]["collections"]
         self.sample()
-        if _num_collections() == num_collections:
-            self._main_cost_s += time.thread_time() - begin_s
+        is_apart = gc.get_stats()[2]["collections"] != num_collections
+        return time.thread_time() - begin_s if is_apart else 0.0
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the script's own threads
         jitter = random.Random(os.urandom(8))  # noqa: S311  # not the script's generator
-        done_s, num_collections = time.thread_time(), _num_collections()
-        interval_s, mean_s, before_s = _LEAST_S, 0.0, 0.0
+        begin_s, interval_s, mean_s, before_s = time.thread_time(), _LEAST_S, 0.0, 0.0
         # The main thread has the number of the process. In a child of os.fork, `native_id` still is the parent's.
         with open(f"/proc/self/task/{os.getpid()}/stat", "rb") as stat:
             while not self.is_over:
@@ -152,20 +158,12 @@ class Sampler:
                 )  # no handler set since
                 number = self._signal if is_ours else 0
                 if wait_to_sample(sleep_s, self._main, stat.fileno(), number) and not self.is_over:
-                    self.sample()
+                    begin_s += self._sample_aside()
                 self.tick()
-                begin_s, done_s, before = done_s, time.thread_time(), num_collections
-                if before == (num_collections := _num_collections()):
-                    self._own_cost_s += done_s - begin_s
+                self._own_cost_s = time.thread_time() - begin_s
                 mean_s += (self.cost_s - before_s - mean_s) / 16  # the first ones take longer, to look at new code
                 before_s = self.cost_s
                 interval_s = min(_MOST_S, max(_LEAST_S, mean_s / _COST))
-
-
-def _num_collections() -> int:
-    """Of all garbage. One that falls into a sample takes 0.1 s beside torch's modules, and would come a little later anyway, so
-    it is no cost of sampling."""
-    return int(gc.get_stats()[2]["collections"])
 
 
 def place_of(frame: FrameType | None) -> CodePlace | None:

@@ -138,8 +138,8 @@ class Sampler:
         self._main_cost_s += time.thread_time() - begin_s - collecting_s
 
     def _sample_aside(self) -> float:
-        """Sample, and return the CPU time of this if garbage was collected meanwhile, else 0: what a sample allocates may set off
-        a collection. Beside torch's modules that takes 0.1 s, and would come a little later anyway: it is no cost of sampling."""
+        """Sample, and return the CPU time of this if garbage was collected meanwhile, else 0. What a sample allocates may set
+        off a collection, which takes 0.1 s beside torch's modules and would come a little later anyway."""
         begin_s, num_collections = time.thread_time(), gc.get_stats()[2]["collections"]
         self.sample()
         is_apart = gc.get_stats()[2]["collections"] != num_collections

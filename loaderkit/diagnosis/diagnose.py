@@ -92,7 +92,7 @@ def _of_wait(interval: Interval, longest: str, cause: str) -> Verdict:
     if cause in _WITHOUT_A_STAGE:
         return _WITHOUT_A_STAGE[cause](interval)
     verdict = _of_stage(interval, cause)
-    if cause != longest or interval.share < HARMLESS:
+    if cause != longest or interval.share < HARMLESS or verdict.or_kind is not None:
         return verdict
     other = rival(interval.stats, verdict, lambda stats: _of_stage(interval.with_stats(stats), cause))
     return verdict if other is None else causes.undecided(verdict, other)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from loaderkit._internal.units import say_seconds
 from loaderkit.diagnosis import changes
+from loaderkit.diagnosis.causes import undecided
 from loaderkit.diagnosis.evidence import compared, say_memory
 from loaderkit.diagnosis.interval import WAITING
 from loaderkit.diagnosis.make_verdict import BUSY, confidence_of_comparison, of_stage
@@ -25,7 +26,7 @@ _CROWDED = 0.25  # share of the busy time ready to run while no CPU was free
 _TAIL = 4.0  # times the usual service time; a longer item is a straggler
 _TAIL_SHARE = 0.25  # share of the busy time spent on stragglers
 _CONTENDED = 0.25  # share of the times at which the GIL was taken, above which items may be slow for it
-_SEVERAL = 2  # items; a single one that was slow may have met a machine that stood still for a moment
+_LONG_S = 1.0  # a single item that took less may have met a machine that stood still for a moment
 _FEW = 0.25  # share of the items; where more are slow, that is usual
 _BY_CHANCE = 1.4  # of the throughput of all; beside a lock or a full link one alone reached 0.78 to 1.19 in 72 runs
 _AT_ITS_END = 0.1  # share of the time of workers, at the end of the only batch in work
@@ -108,7 +109,8 @@ def _stragglers(facts: Facts, least_s: float, withheld_s: float) -> Verdict | No
     slow_s = max(_TAIL * usual_s, least_s)
     share, num_slow, num_all = services.share_above(slow_s), services.num_above(slow_s), sum(services.counts.values())
     by_itself = share - withheld_s / max(stage.busy_s, 1e-9)
-    if num_slow < _SEVERAL or num_slow > _FEW * num_all or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
+    is_once = num_slow == 1 and not stage.services.num_above(_LONG_S)
+    if is_once or num_slow > _FEW * num_all or share <= _TAIL_SHARE or by_itself <= _TAIL_SHARE / 2:
         return None
     if _may_be_a_lock(facts, usual_s):
         return None
@@ -156,23 +158,28 @@ def depth(facts: Facts) -> Verdict | None:
 
 
 def one_batch(facts: Facts) -> Verdict | None:
-    """No batch is ahead of the one in work, so workers are idle at its end, whatever they do before."""
-    interval, first_pool = facts.interval, facts.interval.pools[0]
+    """No batch is ahead of the one in work, so workers are idle at its end, whatever they do before.
+
+    Of a batch that one worker makes in a chunk the others get nothing, so one alone is as fast, and works alone from then on.
+    If items take longer side by side, that may be for another reason: with one batch the two cannot be told apart.
+    """
+    interval, awaited, first_pool = facts.interval, facts.awaited, facts.interval.pools[0]
     if interval.num_wanted > 1 or interval.is_inline or not interval.stats.num_batches or interval.is_short_of_memory:
         return None
-    idle_s = _without_work_s(facts)
-    if first_pool.rows[0].workers < 2 or idle_s <= _AT_ITS_END * first_pool.total("slot_s"):
+    idle_s = first_pool.total("blocked_s")
+    at_its_end_s = _AT_ITS_END * first_pool.total("slot_s")
+    if first_pool.rows[0].workers < 2:
         return None
-    return _depth(facts, idle_s, sure=0.9)
-
-
-def _without_work_s(facts: Facts) -> float:
-    """How long workers had no work since no other batch was open. Of a batch that one worker makes in a chunk the others get
-    nothing either, so one alone is as fast; as long as that is tried, they are idle."""
-    pool, awaited = facts.interval.pools[0], facts.awaited
-    can_compute = awaited.would_compute and not awaited.may_hold_gil and not facts.interval.is_short_of_cpus
-    is_for_want_of_work = pool is awaited.pool and pool.works_one_at_a_time and can_compute
-    return pool.total("blocked_s") + (pool.total("idle_s") if is_for_want_of_work else 0.0)
+    if idle_s > at_its_end_s:
+        return _depth(facts, idle_s, sure=0.9)
+    can_have_work = awaited.would_compute and not awaited.may_hold_gil and not interval.is_short_of_cpus
+    if awaited.pool is not first_pool or not first_pool.works_one_at_a_time or not can_have_work:
+        return None
+    found = _depth(facts, idle_s + first_pool.total("idle_s"), sure=0.9)
+    other = computing(facts, always=True)
+    if not awaited.is_held_up or other is None:
+        return found
+    return undecided(found, other)._replace(settings=found.settings, is_exact=found.is_exact)
 
 
 def _depth(facts: Facts, idle_s: float, *, sure: float) -> Verdict:

@@ -38,7 +38,7 @@ PIPELINES = Path(__file__).parents[2] / "pipelines"
 
 
 def rate_of(batches: Iterable[Any], num: int) -> float:
-    """Batches a second of an epoch of `num`, without the first ones, which a loader may have made during the turn of another."""
+    """Batches a second of an epoch of `num`, without the first ones, which a loader may have made during another's turn."""
     iterator = iter(batches)
     ahead = sum(1 for _ in islice(iterator, _AHEAD))
     begin_s = time.perf_counter()

@@ -17,11 +17,10 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO
-from urllib.parse import unquote
 
 from loaderkit._internal.text import warn
 from loaderkit.connectors.base import BulkConnector, ConnectorTraits, ObjectInfo
-from loaderkit.connectors.directory import OF_SYSTEMS
+from loaderkit.connectors.fsspec_listing import UNUSUAL_PART_OF_LINK, found_below, key_below, name_of_link
 from loaderkit.connectors.writing import Parts, WholeWriter, WriteCounts
 from loaderkit.errors import (
     AccessDeniedError,
@@ -53,12 +52,10 @@ _EXPLANATIONS: dict[type[ConnectorError], str] = {
 }
 _NO_FILE = re.compile(r"[?#][^/]*\Z")  # the sorting links of an index page
 _UNUSUAL_PART = re.compile(r"(?:\A|/)\.{0,2}(?:/|\Z)")
-_UNUSUAL_PART_OF_LINK = re.compile(r"(?:\A|/)(?:\.|%2e){0,2}(?:/|\Z)", re.IGNORECASE)  # %2e is a dot in a link
 _PART_BYTES = 8 << 20
 # Filesystems that show a file under its name while it is being written; they rename.
 _SHOWN_WHILE_WRITTEN = ("file", "local", "sftp", "ssh", "smb", "hdfs", "webhdfs")
 _TEMPORARY_NAME = re.compile(r"(?:\A|/)\.[0-9a-f]{16}\.tmp\Z")
-_MEANT_IN_LINKS = re.compile("(%(?:0.|1.|2[35BF]|3F|7F))", re.IGNORECASE)  # controls, # % + / ?; some read + as a space
 _USER = re.compile(r"(://)[^/@]*@")
 
 
@@ -101,7 +98,7 @@ class FsspecConnector(BulkConnector):
             return
         self._count(0)
         try:
-            listing, missing = _found(system, f"{root}/{folder}".rstrip("/"))
+            listing, missing = found_below(system, f"{root}/{folder}".rstrip("/"))
         except FileNotFoundError:
             return
         except Exception as error:
@@ -133,7 +130,7 @@ class FsspecConnector(BulkConnector):
     def _key_of(self, root: str, path: str) -> str:
         """The key of a listed path; of a link on a web page the name that the file has, so that folders' names, which may be
         classes, are those of a local copy."""
-        return _name_of_link(root, path) if self._is_web else _key_below(root, path)
+        return name_of_link(root, path) if self._is_web else key_below(root, path)
 
     def _stat_if_there(self, key: str) -> ObjectInfo | None:
         try:
@@ -296,7 +293,7 @@ class FsspecConnector(BulkConnector):
             return self._system, self._root
 
     def _path(self, key: str) -> tuple[Any, str]:
-        unusual_part = _UNUSUAL_PART_OF_LINK if self._is_web else _UNUSUAL_PART
+        unusual_part = UNUSUAL_PART_OF_LINK if self._is_web else _UNUSUAL_PART
         if unusual_part.search(key) or "\0" in key:
             raise ObjectNotFoundError(f"{key!r} is no key: a key has no '.', '..' and empty parts")
         try:
@@ -383,75 +380,6 @@ class FsspecConnector(BulkConnector):
         with self._lock:
             self._num_requests += 1
             self._fetched_bytes += num_bytes
-
-
-def _found(system: Any, folder: str) -> tuple[dict[str, Any], list[str]]:
-    """The details of all files below a folder, by path, and the folders that were listed and are missing. Raises
-    FileNotFoundError if `folder` is missing.
-
-    Where a filesystem has no `find` of its own, fsspec's leaves out folders that it fails to list: a lost connection
-    would look like fewer files. So the folders are listed one by one here.
-    """
-    from fsspec import AbstractFileSystem
-    from fsspec.asyn import AsyncFileSystem
-
-    kind = type(vars(system).get("fs") or system)  # a cache asks the one that it wraps
-    is_usual = getattr(kind, "_find", AsyncFileSystem._find) is AsyncFileSystem._find
-    if not is_usual or kind.find is not AbstractFileSystem.find:
-        return system.find(folder, detail=True), []
-    top = system._strip_protocol(folder)
-    found: dict[str, Any] = {}
-    missing: list[str] = []
-    folders = [top]
-    while folders:
-        here = folders.pop()
-        try:
-            listed = system.ls(here, detail=True)
-        except FileNotFoundError:
-            if here == top:
-                raise
-            missing.append(here)
-            continue
-        except PermissionError:
-            if here == top or not OF_SYSTEMS.search(f"{here}/"):
-                raise
-            continue  # as in a local directory
-        for details in listed:
-            path = details["name"].rstrip("/")
-            if details["type"] == "directory" and path != here:
-                if not _UNUSUAL_PART_OF_LINK.search(path.removeprefix(top).strip("/")):  # a page's link to one above it
-                    folders.append(path)
-            else:
-                found[details["name"]] = details
-    return found, missing
-
-
-def _key_below(root: str, path: str) -> str:
-    """The key of a path; "" for one that is not below `root`, as a link of a web page may be."""
-    if not root:
-        return path.lstrip("/")
-    return path[len(root) + 1 :] if path.startswith(f"{root}/") else ""
-
-
-def _name_of_link(root: str, link: str) -> str:
-    """The key of a link: "" for one that is not below `root`, and otherwise what stands behind it, without percent-encoding up
-    to a query, which is part of a request."""
-    link, mark, query = link.partition("?")
-    folders, parts = root.split("/"), link.split("/")
-    if [*map(_decoded, folders)] != [*map(_decoded, parts[: len(folders)])]:
-        return ""
-    return "/".join(map(_decoded, parts[len(folders) :])) + mark + query
-
-
-def _decoded(part: str) -> str:
-    """A part of a link without percent-encoding, but for characters that mean something in a link; as it is where its bytes
-    are no UTF-8. A request encodes it again."""
-    pieces = _MEANT_IN_LINKS.split(part)
-    try:
-        pieces[::2] = [unquote(piece, errors="strict") for piece in pieces[::2]]
-    except UnicodeDecodeError:
-        return part
-    return "".join(pieces)
 
 
 def _status_of(error: Exception) -> int:

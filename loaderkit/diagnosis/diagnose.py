@@ -6,7 +6,7 @@
         libraries compute in threads of their own ──> oversubscription
         its workers wait for bytes that are read ahead ──> bandwidth
         a few items take much of the time by themselves, whatever they do meanwhile ──> stragglers
-        one batch is read ahead, and its workers are idle at its end ──> depth
+        one batch is read ahead, and workers are idle at its end or have no part in it ──> depth
         user code runs one item at a time, and does all the time ──> lock
         the GIL is held, and no more than one CPU is used ──> gil
         the loop holds the GIL, and the workers hardly compute ──> gil

@@ -134,12 +134,12 @@ class Sampler:
         if not take_sample():
             return
         begin_s = time.thread_time()
-        collecting_s = self._sample_aside()
+        collecting_s = self._sample_noting_collection()
         self._main_cost_s += time.thread_time() - begin_s - collecting_s
 
-    def _sample_aside(self) -> float:
-        """Sample, and return the CPU time of this if garbage was collected meanwhile, else 0. What a sample allocates may set
-        off a collection, which takes 0.1 s beside torch's modules and would come a little later anyway."""
+    def _sample_noting_collection(self) -> float:
+        """Sample; returns the CPU time of this if garbage was collected meanwhile, else 0. What a sample allocates may set off
+        a collection, which takes 0.1 s beside torch's modules and would come a little later anyway: no cost of sampling."""
         begin_s, num_collections = time.thread_time(), gc.get_stats()[2]["collections"]
         self.sample()
         is_apart = gc.get_stats()[2]["collections"] != num_collections
@@ -158,7 +158,7 @@ class Sampler:
                 )  # no handler set since
                 number = self._signal if is_ours else 0
                 if wait_to_sample(sleep_s, self._main, stat.fileno(), number) and not self.is_over:
-                    begin_s += self._sample_aside()
+                    begin_s += self._sample_noting_collection()
                 self.tick()
                 self._own_cost_s = time.thread_time() - begin_s
                 mean_s += (self.cost_s - before_s - mean_s) / 16  # the first ones take longer, to look at new code

@@ -5,10 +5,10 @@
 Each has one bottleneck of some kind, built into some stage, of a strength drawn at random, with some workers, batches ahead,
 executor. It runs under `loader.profile()`; of the report is asked: is the stage right, is the kind right, does it contradict
 itself (`bottlenecks.contradictions`). With --suggest the settings that it suggests are tried, interleaved with the pipeline as
-it is: they help where the speed's ratio is above 1 by more than half its 95 % interval, or the loop waits less by a point of
-the time, and harm where it is below 1 by more than that. With --trial these are the settings that are left after the trial
-that `loaderkit profile` makes. The machine is quiet, busy (with another program), busier (with two), or quota (half a CPU by
-cgroups; as root).
+it is, with new loaders of both in each of five rounds: they help where the speed's ratio is above 1 by more than half its 95 %
+interval, or the loop waits less by a point of the time, and harm where it is below 1 by more than that. With --trial these are
+the settings that are left after the trial that `loaderkit profile` makes. The machine is quiet, busy (with another program),
+busier (with two), or quota (half a CPU by cgroups; as root).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -143,10 +143,10 @@ def tried(case: Drawn, settings: Mapping[str, Any], folder: Path, samples_per_s:
     window_s = _WINDOW_S
     if case.bottleneck in VARIED:
         window_s = min(max(_WINDOW_S, _NUM_VARIED / samples_per_s), _MOST_WINDOW_S)
-    with ExitStack() as stack:
-        old = Variant(stack.enter_context(build(case, folder)), case.step)
-        new = Variant(stack.enter_context(build(case, folder, settings)), case.step)
-        interleave([old, new], rounds=_ROUNDS, window_s=window_s)
+    (old, new), *others = [_pair(case, settings, folder, window_s) for _ in range(_ROUNDS)]
+    for other_old, other_new in others:
+        old.windows += other_old.windows
+        new.windows += other_new.windows
     ratio, half = ratio_of(new, old)
     return {
         "speedup": ratio,
@@ -156,6 +156,14 @@ def tried(case: Drawn, settings: Mapping[str, Any], folder: Path, samples_per_s:
         "harmed": ratio + half < 1.0,
         "helped": ratio - half > 1.0 or old.stall_percent - new.stall_percent > 1.0,
     }
+
+
+def _pair(case: Drawn, settings: Mapping[str, Any], folder: Path, window_s: float) -> tuple[Variant, Variant]:
+    """A window of a loader as it is and one of a loader with the settings. Loaders of one pipeline differ in speed."""
+    with build(case, folder) as as_is, build(case, folder, settings) as changed:
+        old, new = Variant(as_is, case.step), Variant(changed, case.step)
+        interleave([old, new], rounds=1, window_s=window_s)
+        return old, new
 
 
 # ---------------------------------------------------------------------------------------------------- the machine

@@ -83,9 +83,9 @@ def profile(
         typer.Option(
             "--verify/--no-verify",
             help="Default: try what the verdict says to set, by a second loader in turns with the file as it is, for up to "
-            "30 s besides starting, or 60 s where batches are slow; a --consumer gets the batches of both. --verify: also "
-            "check the verdict by slowing that stage down, and predictions that can be "
-            "tried. --no-verify: try nothing.",
+            "30 s besides starting; where batches are slow for up to 60 s, or twice that if the gain is small. A "
+            "--consumer gets the batches of both. --verify: also check the verdict by slowing that stage down, and "
+            "predictions that can be tried. --no-verify: try nothing.",
             show_default=False,
         ),
     ] = None,

@@ -63,7 +63,9 @@ class SettingsTrial(Part):
     seconds: float = Field(0.0, description="how long the trial took")
     extra_cpus: float | None = Field(None, description="CPUs that the settings used beyond those of before")
     extra_bytes: int | None = Field(None, description="memory for batches that they used beyond that of before")
-    note: str = Field("", description="why it was not tried, or how it failed")
+    note: str = Field(
+        "", description="why it was not tried, how it failed, or what a second pair of loaders spoke against"
+    )
     predicted: float | None = Field(None, description="the speed-up by simulation; null: not known")
     predicted_percent: float | None = Field(
         None, description="half the width of the 95 % interval of that, in percent; null: too few steps to tell"
@@ -80,9 +82,10 @@ class SettingsTrial(Part):
             return f"not tried: {self.note}{self._predicted()}"
         if self.before is None or self.after is None:
             return f"tried: it did not run ({self.note}): {_NOT_SUGGESTED['failed']}"
+        again = f", {self.note}" if self.note else ""
         found = (
             f"tried: {self.before.samples_per_s:.4g} -> {self.after.samples_per_s:.4g} samples/s, {self.speedup:.2f} times as "
-            f"fast (+- {self.interval:.2f}), faster in {self.num_faster} of {self.num_pairs} pairs of windows"
+            f"fast (+- {self.interval:.2f}), faster in {self.num_faster} of {self.num_pairs} pairs of windows{again}"
         )
         meaning = _NOT_SUGGESTED.get(self.outcome) or ("" if self.outcome == "faster" else "likely, not for sure")
         return f"{found}: {meaning}" if meaning else found

@@ -20,6 +20,7 @@ from loaderkit.pipeline.config.parsing import parse
 from loaderkit.profile.experiments.decide import PairedGains
 from loaderkit.profile.experiments.interleave import Clock, RateWindow
 from loaderkit.profile.experiments.trial import (
+    PlannedTrial,
     outcome_of,
     plan_trial,
     run_trial,
@@ -194,6 +195,54 @@ def test_what_brings_much_is_written_also_where_three_pairs_are_all_there_is(rng
     assert found.count("likely faster") >= 290
 
 
+@pytest.mark.parametrize(("factor", "most_written"), [(0.9, 0.15), (0.8, 0.08)])
+def test_what_is_slower_is_seldom_written_where_loaders_differ(
+    factor: float, most_written: float, rng: random.Random
+) -> None:
+    """Loaders of one pipeline whose speed differs by a seventh. By one pair alone 26 and 13 % would be written."""
+    num_written = sum(trial_between(factor, 0.15, rng)[0].is_suggested for _ in range(300))
+    assert num_written <= 300 * most_written
+
+
+@pytest.mark.parametrize(("factor", "num_loaders"), [(1.2, 4), (1.35, 4), (2.0, 2), (0.8, 2)])
+def test_small_gains_are_shown_by_two_pairs_of_loaders(factor: float, num_loaders: int, rng: random.Random) -> None:
+    found = [trial_between(factor, 0.0, rng) for _ in range(50)]
+    assert sum(trial.is_suggested == (factor > 1) for trial, _ in found) >= 48
+    assert sum(made == num_loaders for _, made in found) >= 48
+    assert all(trial.seconds <= 60 for trial, _ in found)
+
+
+def test_a_gain_that_a_second_pair_does_not_show_is_not_suggested(rng: random.Random) -> None:
+    time, made = MadeUpTime(), 0
+
+    def make(overrides: Mapping[str, Any], slowdown: Any) -> Any:
+        nonlocal made
+        made += 1
+        batch_s = 0.02 if made == 2 else 0.025  # the first with the settings is faster
+        return contextlib.nullcontext(MadeUpLoader(time, lambda: batch_s * rng.lognormvariate(0.0, 0.05)))
+
+    found = after_trial(report_of("gil", {"prefetch.processes": 4}), time, make)
+    assert (found.patch, found.verdict.settings, made) == (None, [], 4)
+    assert str(found.verdict.tried).endswith(
+        ", but not with a second pair of loaders: no faster for sure: not suggested"
+    )
+
+
+def trial_between(factor: float, spread: float, rng: random.Random) -> tuple[SettingsTrial, int]:
+    """A trial of settings `factor` times as fast, on loaders that differ by `spread`, and how many were made."""
+    time, made = MadeUpTime(), 0
+
+    def make(overrides: Mapping[str, Any], slowdown: Any) -> Any:
+        nonlocal made
+        made += 1
+        batch_s = 0.02 * rng.lognormvariate(0.0, spread) / (factor if overrides else 1.0)
+        return contextlib.nullcontext(MadeUpLoader(time, lambda: batch_s * rng.lognormvariate(0.0, 0.05)))
+
+    settings = report_of("gil", {"prefetch.processes": 4}).verdict.settings
+    planned = PlannedTrial(settings, None)
+    return run_trial(make, lambda batch: None, planned, seconds=30.0, clock=time.clock), made
+
+
 def test_settings_that_are_slower_or_cannot_run_are_no_patch(rng: random.Random) -> None:
     report, time = report_of("gil", {"prefetch.processes": 4}), MadeUpTime()
     slower = after_trial(report, time, makes(time, rng, lambda overrides: 0.02 if overrides else 0.015))
@@ -257,6 +306,11 @@ def test_the_pipeline_as_it_is_may_fail_meanwhile(rng: random.Random) -> None:
     assert found.verdict.settings
     assert "as it is failed meanwhile: a damaged sample" in str(found.verdict.tried)
 
+    def never(overrides: Mapping[str, Any], slowdown: Any) -> Any:
+        raise ConfigError("the folder is gone")
+
+    assert "as it is failed meanwhile: the folder is gone" in str(after_trial(report, time, never).verdict.tried)
+
 
 def test_a_trial_from_memory_tells_nothing(rng: random.Random) -> None:
     report = report_of("latency", {"prefetch.concurrency": 8})
@@ -275,6 +329,22 @@ def test_a_trial_from_memory_tells_nothing(rng: random.Random) -> None:
         assert (found.tried.outcome, bool(found.settings), found.kind) == (
             ("not tried", True, "latency") if factor > 1.5 else ("no faster", False, "lock")
         )
+
+
+def test_what_computes_is_not_faster_from_memory(rng: random.Random) -> None:
+    """If it is faster in the trial, other programs had the CPUs before."""
+    report = report_of("depth", {"prefetch.batches": 8})
+    row = report.stages[0].model_copy(update={"name": "call", "kind": "call", "cpu_s": rng.uniform(1, 5), "io_s": 0.5})
+    verdict = report.verdict.model_copy(update={"stage": "call"})
+    report = report.model_copy(update={"verdict": verdict, "stages": [*report.stages, row]})
+    rate = Rate(
+        samples_per_s=rng.uniform(1.6, 50) * steady_rate(report), interval_percent=4.0, seconds=4.0, num_batches=40
+    )
+    for outcome in ("faster", "slower"):
+        trial = SettingsTrial(
+            settings=verdict.settings, outcome=outcome, before=rate, after=rate, speedup=1.0, interval=0.1
+        )
+        assert bool(weighed(report, trial).verdict.settings) == (outcome == "faster")
 
 
 @pytest.mark.parametrize(("kind", "other"), [("computing", "latency"), ("latency", "gil"), ("lock", "computing")])

@@ -143,7 +143,7 @@ def tried(case: Drawn, settings: Mapping[str, Any], folder: Path, samples_per_s:
     window_s = _WINDOW_S
     if case.bottleneck in VARIED:
         window_s = min(max(_WINDOW_S, _NUM_VARIED / samples_per_s), _MOST_WINDOW_S)
-    (old, new), *others = [_pair(case, settings, folder, window_s) for _ in range(_ROUNDS)]
+    (old, new), *others = [_pair(case, settings, folder, window_s, number) for number in range(_ROUNDS)]
     for other_old, other_new in others:
         old.windows += other_old.windows
         new.windows += other_new.windows
@@ -158,11 +158,14 @@ def tried(case: Drawn, settings: Mapping[str, Any], folder: Path, samples_per_s:
     }
 
 
-def _pair(case: Drawn, settings: Mapping[str, Any], folder: Path, window_s: float) -> tuple[Variant, Variant]:
-    """A window of a loader as it is and one of a loader with the settings. Loaders of one pipeline differ in speed."""
+def _pair(
+    case: Drawn, settings: Mapping[str, Any], folder: Path, window_s: float, number: int
+) -> tuple[Variant, Variant]:
+    """A window of a loader as it is and one of a loader with the settings, in turns the first. Loaders of one pipeline differ
+    in speed."""
     with build(case, folder) as as_is, build(case, folder, settings) as changed:
         old, new = Variant(as_is, case.step), Variant(changed, case.step)
-        interleave([old, new], rounds=1, window_s=window_s)
+        interleave([old, new][:: 1 if number % 2 else -1], rounds=1, window_s=window_s)
         return old, new
 
 

@@ -82,8 +82,8 @@ def profile(
         bool | None,
         typer.Option(
             "--verify/--no-verify",
-            help="Default: try what the verdict says to set, by a second loader in turns with the file as it is, for up to "
-            "30 s besides starting; where batches are slow for up to 60 s, or twice that if the gain is small. A "
+            help="Default: try what the verdict says to set, in turns with the file as it is, for up to 30 s besides "
+            "starting; where batches are slow for up to 60 s, or 120 s if the gain is small. A "
             "--consumer gets the batches of both. --verify: also check the verdict by slowing that stage down, and "
             "predictions that can be tried. --no-verify: try nothing.",
             show_default=False,

@@ -46,12 +46,16 @@ class SettingsTrial(Part):
     settings: list[Setting]
     outcome: TrialOutcome = Field(
         description="faster: settings that are no faster are called that in at most 5 % of all trials; likely faster: in at "
-        "most half of them; no faster: neither that nor slower for sure; failed: the pipeline did not run with them; not tried"
+        "most half of them; no faster: neither that nor slower for sure, or not so with a second pair of loaders; failed: the "
+        "pipeline did not run with them; not tried"
     )
     before: Rate | None = Field(None, description="the pipeline as it is; null: not tried")
     after: Rate | None = Field(None, description="with the settings")
     speedup: float | None = Field(None, description="the median of neighbouring windows")
     interval: float | None = Field(None, description="half the width of its 95 % interval")
+    speedup_again: float | None = Field(
+        None, description="by a second pair of loaders, where the first showed a small gain; null: there was none"
+    )
     stall_after_percent: float = Field(0.0, description="of the time, waiting with the settings")
     num_pairs: int = Field(0, description="of neighbouring windows")
     num_faster: int = Field(0, description="pairs in which the settings were faster")
@@ -63,9 +67,7 @@ class SettingsTrial(Part):
     seconds: float = Field(0.0, description="how long the trial took")
     extra_cpus: float | None = Field(None, description="CPUs that the settings used beyond those of before")
     extra_bytes: int | None = Field(None, description="memory for batches that they used beyond that of before")
-    note: str = Field(
-        "", description="why it was not tried, how it failed, or what a second pair of loaders spoke against"
-    )
+    note: str = Field("", description="why it was not tried, or how it failed")
     predicted: float | None = Field(None, description="the speed-up by simulation; null: not known")
     predicted_percent: float | None = Field(
         None, description="half the width of the 95 % interval of that, in percent; null: too few steps to tell"
@@ -82,7 +84,7 @@ class SettingsTrial(Part):
             return f"not tried: {self.note}{self._predicted()}"
         if self.before is None or self.after is None:
             return f"tried: it did not run ({self.note}): {_NOT_SUGGESTED['failed']}"
-        again = f", {self.note}" if self.note else ""
+        again = "" if self.speedup_again is None else f"; with a second pair of loaders {self.speedup_again:.2f} times"
         found = (
             f"tried: {self.before.samples_per_s:.4g} -> {self.after.samples_per_s:.4g} samples/s, {self.speedup:.2f} times as "
             f"fast (+- {self.interval:.2f}), faster in {self.num_faster} of {self.num_pairs} pairs of windows{again}"

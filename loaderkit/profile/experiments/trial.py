@@ -41,7 +41,7 @@ from loaderkit.profile.whatif.predict import steady_rate
 
 _NUM_WINDOWS = 80  # in the time, draining not counted: many short ones, as one that is disturbed costs two more pairs
 _FIRST = 2 / 3  # of the time, for the first pair of loaders
-_MUCH = 1.5  # times as fast: more than two loaders of the same settings differ by
+_MUCH = 1.5  # times as fast: more than two loaders of the same settings differ by, 1.2 / 0.8
 _FASTER: frozenset[TrialOutcome] = frozenset({"faster", "likely faster"})
 _LIKELY_WRONG = 0.5  # of settings that are no faster, the share called likely faster: three won pairs are enough
 _APART = frozenset({"lock", "latency", "waiting"})  # kinds that a trial with more workers tells apart
@@ -52,10 +52,11 @@ _DOUBTED = 0.6  # times the confidence, where the trial speaks for another kind
 
 
 class PlannedTrial(NamedTuple):
-    """What to try, and the speed-up above which workers do not wait for one another; None if this trial cannot show it."""
+    """What to try."""
 
     settings: list[Setting]
-    apart: float | None
+    apart: float | None  # the speed-up above which workers do not wait for one another; None: this trial cannot show it
+    reads: bool  # what limits may wait for data, which a second pair of loaders would find in memory
 
 
 def plan_trial(report: Report, config: PipelineConfig) -> PlannedTrial | None:
@@ -67,18 +68,26 @@ def plan_trial(report: Report, config: PipelineConfig) -> PlannedTrial | None:
     settings = _anew(verdict.settings or _of_a_rival(verdict) or more)
     if not settings:
         return None
+    reads = _may_read(report)
     if not more or not any(map(_is_of_workers, settings)):
-        return PlannedTrial(settings, None)
+        return PlannedTrial(settings, None, reads)
     latency = verdict.model_copy(update={"kind": "latency"})
     free = predicted(report.model_copy(update={"verdict": latency}), settings)
     if free is None or free.speedup < _WORTH:
-        return PlannedTrial(settings, None) if verdict.settings else None
-    return PlannedTrial(settings, 1 + (free.speedup - 1) / 2)
+        return PlannedTrial(settings, None, reads) if verdict.settings else None
+    return PlannedTrial(settings, 1 + (free.speedup - 1) / 2, reads)
 
 
 def _row_of(report: Report) -> StageRow | None:
     """The row of the stage that the verdict names; None if that is no stage."""
     return next((row for row in report.stages if row.name == report.verdict.stage), None)
+
+
+def _may_read(report: Report) -> bool:
+    """True if the workers that limit wait so long that memory instead of a store could make them `_FROM_MEMORY` as fast."""
+    named = _row_of(report)
+    rows = [] if named is None else [row for row in report.stages if row.pool == named.pool]
+    return not rows or sum(row.io_s for row in rows) > (1 - 1 / _FROM_MEMORY) * sum(row.busy_s for row in rows)
 
 
 def _anew(settings: Sequence[Setting]) -> list[Setting]:
@@ -119,7 +128,7 @@ def tried(
     """The report after a trial of what its verdict says to set, or with the reason for which none was made.
 
     It takes about `seconds` at most, and, where batches are slow, three rounds of windows, if these take at most twice
-    that; with `at_any_length` also if they take longer.
+    that; with `at_any_length` also if they take longer. Where the gain is small, there are three rounds twice.
     """
     planned = plan_trial(report, config)
     if planned is None:
@@ -134,9 +143,7 @@ def weighed(report: Report, trial: SettingsTrial) -> Report:
     """The report after a trial. The trial reads the same data as the run did: if that comes from memory by now, the
     trial says nothing of a stage that reads."""
     run_per_s = steady_rate(report)
-    row = _row_of(report)
-    computes = row is not None and row.kind != "read" and row.cpu_s > row.io_s
-    if trial.before is None or computes or trial.before.samples_per_s <= _FROM_MEMORY * run_per_s:
+    if trial.before is None or not _may_read(report) or trial.before.samples_per_s <= _FROM_MEMORY * run_per_s:
         return with_trial(report, trial)
     why = (
         f"the pipeline as it is gave {trial.before.samples_per_s:.4g} samples/s meanwhile, and {run_per_s:.4g} before: what it "
@@ -184,38 +191,67 @@ def not_tried(settings: Sequence[Setting], why: str, report: Report | None = Non
 def run_trial(
     make: Make, step: Step, planned: PlannedTrial, *, seconds: float, clock: Clock = SYSTEM_CLOCK
 ) -> SettingsTrial:
-    """Run the settings in turns with the pipeline as it is, for about `seconds` at most; where batches are slow, for two times
-    three rounds of windows.
+    """Run the settings in turns with the pipeline as it is, for about `seconds` at most; where batches are slow, for three
+    rounds of windows, or two times three.
 
     Loaders of one pipeline can differ in speed by a fifth. So a gain that two of them might show has to show again with a
     second pair.
     """
+    run_pair = partial(_run_pair, make, step, planned, window_s=seconds / _NUM_WINDOWS, clock=clock)
+    trial = run_pair(most_s=_FIRST * seconds)
+    if planned.reads or trial.outcome not in _FASTER or not _is_small(trial):
+        return trial
+    return _again(trial, run_pair(most_s=(1 - _FIRST) * seconds))
+
+
+def _is_small(trial: SettingsTrial) -> bool:
+    """True for a gain that two loaders of the same settings might show."""
+    return trial.speedup is None or trial.interval is None or trial.speedup - trial.interval < _MUCH
+
+
+def _again(first: SettingsTrial, second: SettingsTrial) -> SettingsTrial:
+    """The trial with what a second pair of loaders says of it. A second pair that could not run says nothing."""
+    if second.outcome == "failed":
+        return second
+    changes: dict[str, Any] = {"seconds": first.seconds + second.seconds, "speedup_again": second.speedup}
+    if second.outcome not in (*_FASTER, "not tried"):
+        changes |= {"outcome": "no faster", "is_held_up": False}  # what holds it up did not show either
+    return first.model_copy(update=changes)
+
+
+def _run_pair(
+    make: Make, step: Step, planned: PlannedTrial, *, window_s: float, most_s: float, clock: Clock
+) -> SettingsTrial:
+    """Run a loader with the settings in turns with one of the pipeline as it is, for about `most_s` at most."""
     begin_s = clock.now_s()
-    settings, window_s = planned.settings, seconds / _NUM_WINDOWS
-    run_pair = partial(_run_pair, make, step, planned, window_s=window_s, clock=clock)
-    try:
-        old, new, extra_bytes = run_pair(most_s=_FIRST * seconds)
-        is_borne_out = True
-        if outcome_of(_gains(new, old)) in _FASTER and ratio_of(new, old)[0] < _MUCH:
-            other_old, other_new, _ = run_pair(most_s=(1 - _FIRST) * seconds)
-            is_borne_out = outcome_of(_gains(other_new, other_old)) in _FASTER
-            old.windows += other_old.windows
-            new.windows += other_new.windows
-    except StopIteration:
-        return not_tried(settings, "the source gave no more batches when it was iterated over again")
-    except _AsItIsError as error:
-        return not_tried(settings, f"the pipeline as it is failed meanwhile: {error}")
-    except LoaderkitError as error:  # a function that cannot be sent to a process, say
-        return SettingsTrial(settings=settings, outcome="failed", note=str(error))
-    gains = _gains(new, old)
+    settings, overrides = planned.settings, {one.key: one.value for one in planned.settings}
+    with make({}, None) as as_is:
+        old, has_failed = Variant(as_is, step, clock), Event()
+        old.batches = _noting(old.batches, has_failed)
+        try:
+            with make(overrides, None) as changed:
+                new = Variant(changed, step, clock)
+                interleave(
+                    [old, new],
+                    window_s=window_s,
+                    most_s=most_s,
+                    clock=clock,
+                    is_enough=lambda: _is_clear(PairedGains.of(new.windows, old.windows), planned),
+                )
+                extra_bytes = _memory_of(new) - _memory_of(old)
+        except StopIteration:
+            return not_tried(settings, "the source gave no more batches when it was iterated over again")
+        except LoaderkitError as error:  # a function that cannot be sent to a process, say
+            if has_failed.is_set():
+                return not_tried(settings, f"the pipeline as it is failed meanwhile: {error}")
+            return SettingsTrial(settings=settings, outcome="failed", note=str(error))
+    gains = PairedGains.of(new.windows, old.windows)
     speedup, interval = ratio_of(new, old)
     is_held_up = _is_short(gains, planned)
     outcome = outcome_of(gains)
-    if outcome in _FASTER and (not is_borne_out or (is_held_up and outcome == "likely faster")):
-        outcome = "no faster"
     return SettingsTrial(
         settings=settings,
-        outcome=outcome,
+        outcome="no faster" if is_held_up and outcome == "likely faster" else outcome,
         before=old.rate,
         after=new.rate,
         speedup=speedup,
@@ -227,43 +263,7 @@ def run_trial(
         seconds=clock.now_s() - begin_s,
         extra_cpus=new.cpus - old.cpus,
         extra_bytes=extra_bytes,
-        note="" if is_borne_out else "but not with a second pair of loaders",
     )
-
-
-class _AsItIsError(Exception):
-    """The pipeline without the settings failed, which says nothing of them."""
-
-
-def _run_pair(
-    make: Make, step: Step, planned: PlannedTrial, *, most_s: float, window_s: float, clock: Clock
-) -> tuple[Variant, Variant, int]:
-    """The windows of a loader as it is and of one with the settings, and the bytes that this one needs beyond."""
-    has_failed = Event()
-    has_failed.set()  # until it is open
-    try:
-        with make({}, None) as as_is:
-            has_failed.clear()
-            old = Variant(as_is, step, clock)
-            old.batches = _noting(old.batches, has_failed)
-            with make({one.key: one.value for one in planned.settings}, None) as changed:
-                new = Variant(changed, step, clock)
-                interleave(
-                    [old, new],
-                    window_s=window_s,
-                    most_s=most_s,
-                    clock=clock,
-                    is_enough=lambda: _is_clear(_gains(new, old), planned),
-                )
-                return old, new, _memory_of(new) - _memory_of(old)
-    except LoaderkitError as error:
-        if has_failed.is_set():
-            raise _AsItIsError(str(error)) from error
-        raise
-
-
-def _gains(new: Variant, old: Variant) -> PairedGains:
-    return PairedGains.of(new.windows, old.windows)
 
 
 def _noting(batches: Iterator[Any], has_failed: Event) -> Iterator[Any]:

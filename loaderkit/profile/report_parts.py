@@ -54,7 +54,8 @@ class SettingsTrial(Part):
     speedup: float | None = Field(None, description="the median of neighbouring windows")
     interval: float | None = Field(None, description="half the width of its 95 % interval")
     speedup_again: float | None = Field(
-        None, description="by a second pair of loaders, where the first showed a small gain; null: there was none, or it gave none"
+        None,
+        description="by a second pair of loaders, where the first showed a small gain; null: there was none, or it gave none",
     )
     stall_after_percent: float = Field(0.0, description="of the time, waiting with the settings")
     num_pairs: int = Field(0, description="of neighbouring windows")
